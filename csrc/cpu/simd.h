@@ -1,0 +1,336 @@
+// Vectors of float and double for the CPU kernels, in the width of the instruction set that a file is
+// compiled for (16, 8 or 4 floats), with loads and stores that widen and round every storage type.
+//
+// Built on the compiler's vector types: + - * / and comparisons are the operators, `mask ? a : b` selects.
+// Products are never fused by the compiler (-ffp-contract=off); write fma(a, b, c) where one rounding is
+// wanted (two on a baseline x86, which has no such instruction). Rounding to 16 bits is to nearest even,
+// keeps subnormals, turns overflow into infinity and keeps NaN.
+//
+// Everything lives in an unnamed namespace of the instruction set's own: nothing here may become a weak
+// symbol.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "cpu/dtype.h"
+
+namespace allfinite::cpu::ALLFINITE_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+#define ALLFINITE_INLINE inline __attribute__((always_inline))
+
+template <class T>
+struct VecType;
+template <>
+struct VecType<float> {
+  typedef float type __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct VecType<double> {
+  typedef double type __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct VecType<int32_t> {
+  typedef int32_t type __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct VecType<uint32_t> {
+  typedef uint32_t type __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct VecType<int64_t> {
+  typedef int64_t type __attribute__((vector_size(kVectorBytes)));
+};
+
+// Vec<float>, Vec<double>: one register. kWidth<T>: its number of elements.
+template <class T>
+using Vec = typename VecType<T>::type;
+template <class T>
+constexpr int kWidth = kVectorBytes / static_cast<int>(sizeof(T));
+
+using HalfWords = uint16_t __attribute__((vector_size(kVectorBytes / 2)));
+using FloatsForDoubles = float __attribute__((vector_size(kVectorBytes / 2)));
+
+template <class T>
+ALLFINITE_INLINE Vec<T> splat(T value) {
+  return value - Vec<T>{};  // the compiler broadcasts a scalar operand; x - 0 keeps -0, infinities and NaN
+}
+
+ALLFINITE_INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+ALLFINITE_INLINE Vec<double> fma(Vec<double> a, Vec<double> b, Vec<double> c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_pd(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+template <class V>
+ALLFINITE_INLINE V abs(V v) {
+  return v < 0 ? -v : v == 0 ? V{} : v;
+}
+
+// The larger of each pair; where one of the two is NaN, b.
+template <class V>
+ALLFINITE_INLINE V max(V a, V b) {
+  return a > b ? a : b;
+}
+
+// Sum and maximum over the lanes, always in the same order (a tree of halves).
+template <class T>
+ALLFINITE_INLINE T sum_lanes(Vec<T> v) {
+  T lanes[kWidth<T>];
+  std::memcpy(lanes, &v, sizeof v);
+  for (int step = kWidth<T> / 2; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) {
+      lanes[i] += lanes[i + step];
+    }
+  }
+  return lanes[0];
+}
+template <class T>
+ALLFINITE_INLINE T max_lanes(Vec<T> v) {
+  T lanes[kWidth<T>];
+  std::memcpy(lanes, &v, sizeof v);
+  T largest = lanes[0];
+  for (int i = 1; i < kWidth<T>; ++i) {
+    largest = lanes[i] > largest ? lanes[i] : largest;
+  }
+  return largest;
+}
+
+// --- scalar conversions
+// -----------------------------------------------------------------------------------------
+
+ALLFINITE_INLINE float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+ALLFINITE_INLINE uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+ALLFINITE_INLINE float half_to_float(uint16_t half) {
+#if defined(__F16C__)
+  return _cvtsh_ss(half);
+#else
+  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+  if (magnitude >= 0x7c00u) {  // infinity, NaN
+    return bits_to_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  }
+  // Shifted into a float's place the exponent is off by 112; the product puts that right for subnormals as
+  // well.
+  return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
+#endif
+}
+
+ALLFINITE_INLINE uint16_t float_to_half(float value) {
+#if defined(__F16C__)
+  return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) {
+    return static_cast<uint16_t>(sign | 0x7e00u);
+  }
+  if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
+    return static_cast<uint16_t>(sign | 0x7c00u);
+  }
+  if (magnitude <
+      0x38800000u) {  // below 2^-14: a sum with 0.5 leaves the subnormal, rounded, in the low bits
+    return static_cast<uint16_t>(sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u));
+  }
+  const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+#endif
+}
+
+ALLFINITE_INLINE uint16_t float_to_bfloat16(float value) {
+  const uint32_t bits = float_to_bits(value);
+  if (value != value) {
+    return static_cast<uint16_t>(bits >> 16 | 0x40u);
+  }
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+// widen<A>(stored): the stored value as A (float or double); exact.
+template <class A>
+ALLFINITE_INLINE A widen(Half stored) {
+  return static_cast<A>(half_to_float(stored.bits));
+}
+template <class A>
+ALLFINITE_INLINE A widen(BFloat16 stored) {
+  return static_cast<A>(bits_to_float(static_cast<uint32_t>(stored.bits) << 16));
+}
+template <class A>
+ALLFINITE_INLINE A widen(float stored) {
+  return static_cast<A>(stored);
+}
+template <class A>
+ALLFINITE_INLINE A widen(double stored) {
+  return static_cast<A>(stored);
+}
+
+// narrow<T>(value): rounded once to the storage type.
+// From double to 16 bits through a float that is rounded to odd, which makes the second rounding the only
+// one.
+ALLFINITE_INLINE float round_to_odd(double value) {
+  const float nearest = static_cast<float>(value);
+  const double back = static_cast<double>(nearest);
+  if (back == value || value != value || __builtin_isinf(nearest)) {
+    return nearest;
+  }
+  const uint32_t bits = float_to_bits(nearest);
+  // The neighbour on the other side of `value`, if `nearest` is even: one of the two has an odd last bit.
+  const bool away = (back < value) == (value > 0);
+  return bits & 1u ? nearest : bits_to_float(away ? bits + 1 : bits - 1);
+}
+template <class T>
+ALLFINITE_INLINE T narrow(float value) {
+  if constexpr (std::is_same_v<T, Half>) {
+    return Half{float_to_half(value)};
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return BFloat16{float_to_bfloat16(value)};
+  } else {
+    return static_cast<T>(value);
+  }
+}
+template <class T>
+ALLFINITE_INLINE T narrow(double value) {
+  if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, BFloat16>) {
+    return narrow<T>(round_to_odd(value));
+  } else {
+    return static_cast<T>(value);
+  }
+}
+
+// --- vector loads and stores
+// ------------------------------------------------------------------------------------
+
+ALLFINITE_INLINE Vec<float> load_vector(const float* p, float) {
+  Vec<float> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+ALLFINITE_INLINE Vec<double> load_vector(const double* p, double) {
+  Vec<double> v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+ALLFINITE_INLINE Vec<double> load_vector(const float* p, double) {
+  FloatsForDoubles v;
+  std::memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, Vec<double>);
+}
+ALLFINITE_INLINE Vec<float> load_vector(const BFloat16* p, float) {
+  HalfWords words;
+  std::memcpy(&words, p, sizeof words);
+  return (Vec<float>)(__builtin_convertvector(words, Vec<uint32_t>) << 16);
+}
+ALLFINITE_INLINE Vec<float> load_vector(const Half* p, float) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec<float> v;
+  for (int i = 0; i < kWidth<float>; ++i) {
+    v[i] = half_to_float(p[i].bits);
+  }
+  return v;
+#endif
+}
+template <class T>
+ALLFINITE_INLINE Vec<double> load_vector(const T* p, double) {
+  Vec<double> v;
+  for (int i = 0; i < kWidth<double>; ++i) {
+    v[i] = widen<double>(p[i]);
+  }
+  return v;
+}
+
+ALLFINITE_INLINE void store_vector(float* p, Vec<float> v) {
+  std::memcpy(p, &v, sizeof v);
+}
+ALLFINITE_INLINE void store_vector(double* p, Vec<double> v) {
+  std::memcpy(p, &v, sizeof v);
+}
+ALLFINITE_INLINE void store_vector(BFloat16* p, Vec<float> v) {
+  const Vec<uint32_t> bits = (Vec<uint32_t>)v;
+  const Vec<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const HalfWords words = __builtin_convertvector(v != v ? bits >> 16 | 0x40u : rounded, HalfWords);
+  std::memcpy(p, &words, sizeof words);
+}
+ALLFINITE_INLINE void store_vector(Half* p, Vec<float> v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kWidth<float>; ++i) {
+    p[i].bits = float_to_half(v[i]);
+  }
+#endif
+}
+template <class T>
+ALLFINITE_INLINE void store_vector(T* p, Vec<double> v) {
+  for (int i = 0; i < kWidth<double>; ++i) {
+    p[i] = narrow<T>(static_cast<double>(v[i]));
+  }
+}
+
+// load<A>(p): kWidth<A> elements of any storage type as Vec<A>. The _partial forms read or write the first n
+// only (0 <= n <= width); lanes that are not read are 0.
+template <class A, class T>
+ALLFINITE_INLINE Vec<A> load(const T* p) {
+  return load_vector(p, A{});
+}
+template <class A, class T>
+ALLFINITE_INLINE Vec<A> load_partial(const T* p, int64_t n) {
+  T lanes[kWidth<A>] = {};
+  for (int64_t i = 0; i < n; ++i) {
+    lanes[i] = p[i];
+  }
+  return load<A>(lanes);
+}
+template <class T, class V>
+ALLFINITE_INLINE void store(T* p, V v) {
+  store_vector(p, v);
+}
+template <class T, class V>
+ALLFINITE_INLINE void store_partial(T* p, V v, int64_t n) {
+  T lanes[sizeof(V) / sizeof(v[0])];
+  store(lanes, v);
+  for (int64_t i = 0; i < n; ++i) {
+    p[i] = lanes[i];
+  }
+}
+
+}  // namespace
+}  // namespace allfinite::cpu::ALLFINITE_ISA

@@ -1,0 +1,33 @@
+// Every schema of AllFinite, on one page. What an op computes, and its contract: include/allfinite/ops.h.
+//
+// Names with an underscore in front are the parts of a public op: its forward with the saved statistics, and
+// its backward. All are pt2-compliant: functional but for the mutations that the schema declares.
+#include <torch/library.h>
+
+TORCH_LIBRARY(allfinite, m) {
+  const std::vector<at::Tag> pt2{at::Tag::pt2_compliant_tag};
+
+  m.def(
+      "layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float "
+      "eps=1e-05) "
+      "-> Tensor",
+      pt2);
+  m.def(
+      "_layer_norm_forward(Tensor input, Tensor? weight, Tensor? bias, int ndim, float eps) -> (Tensor, "
+      "Tensor)",
+      pt2);
+  m.def(
+      "_layer_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor? bias, Tensor stats, int ndim, "
+      "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      pt2);
+
+  m.def("unscale_and_check_(Tensor(a!)[] grads, Tensor(b!) found_inf, Tensor inv_scale) -> ()", pt2);
+  m.def(
+      "grad_stats(Tensor[] grads) -> (Tensor found_inf, Tensor norm, Tensor amax, Tensor zeros, Tensor "
+      "subnormals)",
+      pt2);
+  m.def(
+      "update_scale_(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor found_inf, float growth_factor, "
+      "float backoff_factor, int growth_interval, float min_scale, float max_scale) -> ()",
+      pt2);
+}

@@ -1,0 +1,15 @@
+"""AllFinite keeps mixed-precision Transformer training finite.
+
+Fused, numerically safe ops with the names of ``torch.nn.functional``, a ``GradScaler`` with a floor, a cap and a
+reason for each skipped step, and ``convert(model)``, which swaps the modules of an existing model.
+"""
+
+from allfinite._load import load as _load
+
+_load()
+
+from allfinite import utils  # noqa: E402  (the ops must be registered first)
+from allfinite._build_info import VERSION as __version__  # noqa: E402
+from allfinite.ops import layer_norm  # noqa: E402
+
+__all__ = ["__version__", "layer_norm", "utils"]

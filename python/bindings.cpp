@@ -1,0 +1,10 @@
+// pybind11: what an op's schema cannot express. The tensor maths are ops (torch.ops.allfinite), not bindings.
+// Classes are bound in files of their own, bindings_<topic>.cpp, and listed in bindings.h.
+#include <pybind11/pybind11.h>
+
+#include "bindings.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "AllFinite's C++ core, apart from its ops";
+  allfinite::python::bind_build(m);
+}

@@ -1,0 +1,15 @@
+# Guards against the linker keeping an AVX-512 copy of a shared inline function for every machine: an object that is
+# compiled for one instruction set may define no weak symbol (W, V, u in nm's output).
+if(NOT OBJECTS)
+  message(FATAL_ERROR "no object given")
+endif()
+foreach(object IN LISTS OBJECTS)
+  execute_process(COMMAND "${NM}" --defined-only -C "${object}" OUTPUT_VARIABLE symbols RESULT_VARIABLE result)
+  if(NOT result EQUAL 0)
+    message(FATAL_ERROR "nm failed on ${object}")
+  endif()
+  string(REGEX MATCHALL "[^\n]* [WVuw] [^\n]*" weak "${symbols}")
+  if(weak)
+    message(FATAL_ERROR "${object} defines weak symbols: ${weak}")
+  endif()
+endforeach()
