@@ -18,21 +18,19 @@ const char* capability_name(Capability capability);
 // Declares a kernel `void name(const Args&)` in each instruction set's namespace, and `name(args)` in
 // allfinite::cpu, which runs the chosen one.
 #if defined(__x86_64__)
-#define ALLFINITE_CPU_KERNEL(name, Args)                    \
-  namespace baseline {                                      \
-  void name(const Args&);                                   \
-  }                                                         \
-  namespace avx2 {                                          \
-  void name(const Args&);                                   \
-  }                                                         \
-  namespace avx512 {                                        \
-  void name(const Args&);                                   \
-  }                                                         \
-  inline void name(const Args& args) {                      \
-    const Capability chosen = capability();                 \
-    (chosen == Capability::kAvx512 ? avx512::name           \
-     : chosen == Capability::kAvx2 ? avx2::name             \
-                                   : baseline::name)(args); \
+#define ALLFINITE_CPU_KERNEL(name, Args)                                                                              \
+  namespace baseline {                                                                                                \
+  void name(const Args&);                                                                                             \
+  }                                                                                                                   \
+  namespace avx2 {                                                                                                    \
+  void name(const Args&);                                                                                             \
+  }                                                                                                                   \
+  namespace avx512 {                                                                                                  \
+  void name(const Args&);                                                                                             \
+  }                                                                                                                   \
+  inline void name(const Args& args) {                                                                                \
+    const Capability chosen = capability();                                                                           \
+    (chosen == Capability::kAvx512 ? avx512::name : chosen == Capability::kAvx2 ? avx2::name : baseline::name)(args); \
   }
 #else
 #define ALLFINITE_CPU_KERNEL(name, Args) \

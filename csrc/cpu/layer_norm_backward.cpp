@@ -44,8 +44,8 @@ struct Row {
 };
 
 template <class A, class T, class W>
-ALLFINITE_INLINE void load_row(const Row<A, T, W>& row, int64_t i, int64_t count, const Scales<A>& scales,
-                               Vec<A>& dy, Vec<A>& g, Vec<A>& xhat) {
+ALLFINITE_INLINE void load_row(const Row<A, T, W>& row, int64_t i, int64_t count, const Scales<A>& scales, Vec<A>& dy,
+                               Vec<A>& g, Vec<A>& xhat) {
   const bool full = count == kWidth<A>;
   const Vec<A> x = full ? load<A>(row.x + i) : load_partial<A>(row.x + i, count);
   dy = full ? load<A>(row.dy + i) : load_partial<A>(row.dy + i, count);
@@ -178,8 +178,7 @@ void flush_columns(A* columns, double* sums, int64_t count) {
 template <class T, class W>
 Row<Accumulate<T>, T, W> row_at(const LayerNormBackwardArgs& a, int64_t row) {
   return {static_cast<const T*>(a.dy) + row * a.n, static_cast<const T*>(a.x) + row * a.n,
-          static_cast<const W*>(a.weight), static_cast<const Accumulate<T>*>(a.stats) + row * kLayerNormStats,
-          a.n};
+          static_cast<const W*>(a.weight), static_cast<const Accumulate<T>*>(a.stats) + row * kLayerNormStats, a.n};
 }
 
 template <class T, class W>
@@ -205,9 +204,9 @@ double exact_column(const LayerNormBackwardArgs& a, int64_t column, bool of_weig
   for (int64_t r = a.begin; r < a.end; ++r) {
     const auto row = row_at<T, W>(a, r);
     const double dy = widen<double>(row.dy[column]);
-    const double centred = (widen<double>(row.x[column]) * static_cast<double>(row.stats[3]) -
-                            static_cast<double>(row.stats[0])) -
-                           static_cast<double>(row.stats[1]);
+    const double centred =
+        (widen<double>(row.x[column]) * static_cast<double>(row.stats[3]) - static_cast<double>(row.stats[0])) -
+        static_cast<double>(row.stats[1]);
     total += of_weight ? dy * (centred * static_cast<double>(row.stats[2])) : dy;
   }
   return total;

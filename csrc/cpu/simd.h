@@ -162,8 +162,7 @@ ALLFINITE_INLINE uint16_t float_to_half(float value) {
   if (magnitude >= 0x477ff000u) {  // 65520 and above round to infinity
     return static_cast<uint16_t>(sign | 0x7c00u);
   }
-  if (magnitude <
-      0x38800000u) {  // below 2^-14: a sum with 0.5 leaves the subnormal, rounded, in the low bits
+  if (magnitude < 0x38800000u) {  // below 2^-14: a sum with 0.5 leaves the subnormal, rounded, in the low bits
     return static_cast<uint16_t>(sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u));
   }
   const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);

@@ -13,15 +13,13 @@ using at::Tensor;
 // fp16, bf16, fp32 or fp64.
 inline void floating(const char* op, const char* name, const Tensor& t) {
   const auto dtype = t.scalar_type();
-  TORCH_CHECK_TYPE(
-      dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble, op,
-      ": expected ", name, " to be float16, bfloat16, float32 or float64, but got ", dtype);
+  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble, op,
+                   ": expected ", name, " to be float16, bfloat16, float32 or float64, but got ", dtype);
 }
 
-inline void same_device(const char* op, const char* name, const Tensor& t, const char* as_name,
-                        const Tensor& as) {
-  TORCH_CHECK(t.device() == as.device(), op, ": expected ", name, " on the device of ", as_name, ", ",
-              as.device(), ", but got ", t.device());
+inline void same_device(const char* op, const char* name, const Tensor& t, const char* as_name, const Tensor& as) {
+  TORCH_CHECK(t.device() == as.device(), op, ": expected ", name, " on the device of ", as_name, ", ", as.device(),
+              ", but got ", t.device());
 }
 
 inline void strided(const char* op, const char* name, const Tensor& t) {
@@ -30,8 +28,7 @@ inline void strided(const char* op, const char* name, const Tensor& t) {
 }
 
 inline void non_negative(const char* op, const char* name, double value) {
-  TORCH_CHECK_VALUE(value >= 0 && std::isfinite(value), op, ": expected ", name, " >= 0 and finite, but got ",
-                    value);
+  TORCH_CHECK_VALUE(value >= 0 && std::isfinite(value), op, ": expected ", name, " >= 0 and finite, but got ", value);
 }
 
 }  // namespace allfinite::check

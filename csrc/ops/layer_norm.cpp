@@ -32,14 +32,13 @@ void check_parameter(const char* name, const OptionalTensor& parameter, const Te
   }
   check::strided(kOp, name, *parameter);
   check::same_device(kOp, name, *parameter, "input", input);
-  TORCH_CHECK_VALUE(parameter->sym_sizes() == shape, kOp, ": expected ", name, " of shape ", shape,
-                    ", but got ", parameter->sym_sizes());
+  TORCH_CHECK_VALUE(parameter->sym_sizes() == shape, kOp, ": expected ", name, " of shape ", shape, ", but got ",
+                    parameter->sym_sizes());
   const auto dtype = parameter->scalar_type();
   const bool wide_beside_16_bits =
       dtype == at::kFloat && (input.scalar_type() == at::kHalf || input.scalar_type() == at::kBFloat16);
-  TORCH_CHECK_TYPE(dtype == input.scalar_type() || wide_beside_16_bits, kOp, ": expected ", name,
-                   " of input's dtype, ", input.scalar_type(), ", or float32 beside a 16-bit input, but got ",
-                   dtype);
+  TORCH_CHECK_TYPE(dtype == input.scalar_type() || wide_beside_16_bits, kOp, ": expected ", name, " of input's dtype, ",
+                   input.scalar_type(), ", or float32 beside a 16-bit input, but got ", dtype);
 }
 
 void check_arguments(const Tensor& input, c10::SymIntArrayRef shape, const OptionalTensor& weight,
@@ -47,10 +46,10 @@ void check_arguments(const Tensor& input, c10::SymIntArrayRef shape, const Optio
   check::floating(kOp, "input", input);
   check::strided(kOp, "input", input);
   TORCH_CHECK_VALUE(!shape.empty(), kOp, ": expected normalized_shape of at least one dimension, but got []");
-  const bool fits = input.dim() >= static_cast<int64_t>(shape.size()) &&
-                    input.sym_sizes().slice(input.dim() - shape.size()) == shape;
-  TORCH_CHECK_VALUE(fits, kOp, ": expected input to end in normalized_shape ", shape,
-                    ", but got input of shape ", input.sym_sizes());
+  const bool fits =
+      input.dim() >= static_cast<int64_t>(shape.size()) && input.sym_sizes().slice(input.dim() - shape.size()) == shape;
+  TORCH_CHECK_VALUE(fits, kOp, ": expected input to end in normalized_shape ", shape, ", but got input of shape ",
+                    input.sym_sizes());
   check_parameter("weight", weight, input, shape);
   check_parameter("bias", bias, input, shape);
   check::non_negative(kOp, "eps", eps);
@@ -59,20 +58,19 @@ void check_arguments(const Tensor& input, c10::SymIntArrayRef shape, const Optio
 // --- the two inner ops, through the dispatcher
 // ------------------------------------------------------------------
 
-using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                           int64_t, double);
+using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t,
+                                           double);
 using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const OptionalTensor&,
-                                                    const OptionalTensor&, const Tensor&, int64_t,
-                                                    std::array<bool, 3>);
+                                                    const OptionalTensor&, const Tensor&, int64_t, std::array<bool, 3>);
 
-std::tuple<Tensor, Tensor> call_forward(const Tensor& input, const OptionalTensor& weight,
-                                        const OptionalTensor& bias, int64_t ndim, double eps) {
+std::tuple<Tensor, Tensor> call_forward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                                        int64_t ndim, double eps) {
   static const auto op = find_op<Forward>("allfinite::_layer_norm_forward");
   return op.call(input, weight, bias, ndim, eps);
 }
 
-Tensor layer_norm_composite(const Tensor& input, c10::SymIntArrayRef normalized_shape,
-                            const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+Tensor layer_norm_composite(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
+                            const OptionalTensor& bias, double eps) {
   check_arguments(input, normalized_shape, weight, bias, eps);
   return std::get<0>(call_forward(input, weight, bias, static_cast<int64_t>(normalized_shape.size()), eps));
 }
@@ -125,20 +123,19 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& input, const OptionalT
       return reference_backward(grads[0], saved, ndim, eps, needs);
     }
     static const auto op = find_op<Backward>("allfinite::_layer_norm_backward");
-    auto [dx, dweight, dbias] = op.call(grads[0], saved[0], or_none(saved[1]), or_none(saved[2]), saved[3],
-                                        ndim, {needs[0], needs[1], needs[2]});
+    auto [dx, dweight, dbias] = op.call(grads[0], saved[0], or_none(saved[1]), or_none(saved[2]), saved[3], ndim,
+                                        {needs[0], needs[1], needs[2]});
     return {dx, dweight, dbias};
   };
-  auto outputs =
-      differentiable(kOp, {input, or_undefined(weight), or_undefined(bias)}, 1, run, save, backward);
+  auto outputs = differentiable(kOp, {input, or_undefined(weight), or_undefined(bias)}, 1, run, save, backward);
   return {outputs[0], outputs[1]};
 }
 
 // --- meta
 // -------------------------------------------------------------------------------------------------------
 
-std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTensor&, const OptionalTensor&,
-                                        int64_t ndim, double) {
+std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTensor&, const OptionalTensor&, int64_t ndim,
+                                        double) {
   auto stats_shape = input.sym_sizes().slice(0, input.dim() - ndim).vec();
   stats_shape.emplace_back(cpu::kLayerNormStats);
   const auto stats_dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -146,9 +143,9 @@ std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTenso
           at::empty_symint(stats_shape, input.options().dtype(stats_dtype))};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor&, const Tensor& input,
-                                                 const OptionalTensor& weight, const OptionalTensor& bias,
-                                                 const Tensor&, int64_t, std::array<bool, 3> output_mask) {
+std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor&, const Tensor& input, const OptionalTensor& weight,
+                                                 const OptionalTensor& bias, const Tensor&, int64_t,
+                                                 std::array<bool, 3> output_mask) {
   const auto like = [](const Tensor& t) { return at::empty_symint(t.sym_sizes(), t.options()); };
   return {output_mask[0] ? like(input) : Tensor(), output_mask[1] && weight ? like(*weight) : Tensor(),
           output_mask[2] && bias ? like(*bias) : Tensor()};
@@ -177,8 +174,8 @@ int64_t grain_rows(int64_t n) {
   return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1));
 }
 
-std::tuple<Tensor, Tensor> forward_cpu(const Tensor& input, const OptionalTensor& weight,
-                                       const OptionalTensor& bias, int64_t ndim, double eps) {
+std::tuple<Tensor, Tensor> forward_cpu(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                                       int64_t ndim, double eps) {
   auto [output, stats] = forward_meta(input, weight, bias, ndim, eps);
   if (input.numel() == 0) {
     stats.zero_();
@@ -221,19 +218,17 @@ void run_backward_with_columns(const cpu::LayerNormBackwardArgs& args, int64_t r
   const int64_t per_chunk = std::max(cpu::kLayerNormMinChunkRows, at::divup(rows, cpu::kLayerNormMaxChunks));
   const int64_t chunks = at::divup(rows, per_chunk), n = args.n;
   const Tensor sums = at::empty({chunks, 2, n}, at::kDouble);
-  at::parallel_for(0, chunks, std::max<int64_t>(1, grain_rows(n) / per_chunk),
-                   [&](int64_t begin, int64_t end) {
-                     const Tensor scratch =
-                         at::empty({2, n}, args.dtype == cpu::DType::kFloat64 ? at::kDouble : at::kFloat);
-                     for (int64_t chunk = begin; chunk < end; ++chunk) {
-                       auto part = args;
-                       part.begin = chunk * per_chunk;
-                       part.end = std::min(rows, part.begin + per_chunk);
-                       part.sums = sums.data_ptr<double>() + chunk * 2 * n;
-                       part.scratch = scratch.data_ptr();
-                       cpu::layer_norm_backward(part);
-                     }
-                   });
+  at::parallel_for(0, chunks, std::max<int64_t>(1, grain_rows(n) / per_chunk), [&](int64_t begin, int64_t end) {
+    const Tensor scratch = at::empty({2, n}, args.dtype == cpu::DType::kFloat64 ? at::kDouble : at::kFloat);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      auto part = args;
+      part.begin = chunk * per_chunk;
+      part.end = std::min(rows, part.begin + per_chunk);
+      part.sums = sums.data_ptr<double>() + chunk * 2 * n;
+      part.scratch = scratch.data_ptr();
+      cpu::layer_norm_backward(part);
+    }
+  });
   cpu::LayerNormColumnsArgs columns{};
   columns.rows = args;
   columns.rows.begin = 0;
@@ -247,9 +242,8 @@ void run_backward_with_columns(const cpu::LayerNormBackwardArgs& args, int64_t r
   cpu::layer_norm_columns(columns);
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad, const Tensor& input,
-                                                const OptionalTensor& weight, const OptionalTensor& bias,
-                                                const Tensor& stats, int64_t ndim,
+std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
+                                                const OptionalTensor& bias, const Tensor& stats, int64_t ndim,
                                                 std::array<bool, 3> output_mask) {
   auto [dx, dweight, dbias] = backward_meta(grad, input, weight, bias, stats, ndim, output_mask);
   if (input.numel() == 0) {
@@ -301,8 +295,9 @@ TORCH_LIBRARY_IMPL(allfinite, CPU, m) {
 
 Tensor layer_norm(const Tensor& input, at::IntArrayRef normalized_shape, const OptionalTensor& weight,
                   const OptionalTensor& bias, double eps) {
-  static const auto op = find_op<Tensor(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&,
-                                        const OptionalTensor&, double)>("allfinite::layer_norm");
+  static const auto op =
+      find_op<Tensor(const Tensor&, c10::SymIntArrayRef, const OptionalTensor&, const OptionalTensor&, double)>(
+          "allfinite::layer_norm");
   return op.call(input, c10::fromIntArrayRefSlow(normalized_shape), weight, bias, eps);
 }
 

@@ -56,9 +56,9 @@ struct OpNode : torch::autograd::Node {
 // Nodes live in a shared_ptr up to torch 2.1x and in an intrusive_ptr after it: the header knows, not the
 // version.
 template <class N>
-auto make_node(int) -> std::enable_if_t<
-    std::is_same_v<decltype(std::declval<N>().getptr()), c10::intrusive_ptr<torch::autograd::Node>>,
-    c10::intrusive_ptr<N>> {
+auto make_node(int)
+    -> std::enable_if_t<std::is_same_v<decltype(std::declval<N>().getptr()), c10::intrusive_ptr<torch::autograd::Node>>,
+                        c10::intrusive_ptr<N>> {
   return c10::make_intrusive<N>();
 }
 template <class N>
@@ -75,15 +75,14 @@ struct Saved {
 // Runs `forward` below autograd and, where a gradient is needed, makes its first `num_differentiable` outputs
 // depend on `inputs` (undefined tensors allowed) through one node. save(outputs) names what backward gets.
 template <class Forward, class Save>
-variable_list differentiable(const char* op, const variable_list& inputs, size_t num_differentiable,
-                             Forward forward, Save save, OpNode::Backward backward) {
+variable_list differentiable(const char* op, const variable_list& inputs, size_t num_differentiable, Forward forward,
+                             Save save, OpNode::Backward backward) {
   bool needed = false;
   for (const auto& t : inputs) {
     // Without this check a tangent would silently become zero.
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !torch::autograd::isFwGradDefined(t), op,
-        ": expected reverse-mode differentiation, but got a forward-mode tangent, which is "
-        "not supported.");
+    TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(t), op,
+                                ": expected reverse-mode differentiation, but got a forward-mode tangent, which is "
+                                "not supported.");
     needed |= torch::autograd::compute_requires_grad(t);
   }
   variable_list outputs;

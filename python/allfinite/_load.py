@@ -26,4 +26,4 @@ def load() -> None:
             f"allfinite was built for torch {_minor(_build_info.TORCH_VERSION)}, but torch {torch.__version__} is "
             "installed: rebuild it with `pip install --no-build-isolation --force-reinstall allfinite`"
         )
-    torch.ops.load_library(str(Path(__file__).parent / "lib" / "liballfinite.so"))
+    torch.ops.load_library(str(Path(__file__).parent / "lib" / "liballfinite.so"))  # type: ignore[no-untyped-call]

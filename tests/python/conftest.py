@@ -1,4 +1,4 @@
-"""Shared by all Python tests: the support package on the path, a fixed seed, one thread unless a test asks for more."""
+"""Shared by all Python tests: the support package on the path, and a fixed seed."""
 
 import sys
 from pathlib import Path

@@ -20,9 +20,7 @@ def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
     return exact.to(dtype).double()
 
 
-def assert_within_one_ulp(
-    actual: Tensor, exact: Tensor, terms: Tensor | float = 0.0, factor: float = 2**-20
-) -> None:
+def assert_within_one_ulp(actual: Tensor, exact: Tensor, terms: Tensor | float = 0.0, factor: float = 2**-20) -> None:
     """|actual - exact| <= 1 ulp + factor * terms, elementwise; infinities must agree, NaN never passes.
 
     Args:
