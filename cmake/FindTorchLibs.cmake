@@ -66,6 +66,8 @@ endif()
 
 _torchlibs_version_header("${TorchLibs_ROOT}" _torchlibs_header)
 if(_torchlibs_header)
+  # Another torch at the same place: configure again, and say so before any compile.
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${_torchlibs_header}")
   file(STRINGS "${_torchlibs_header}" lines REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
   string(REGEX REPLACE "[^0-9;]" "" TorchLibs_VERSION "${lines}")
   string(REPLACE ";" "." TorchLibs_VERSION "${TorchLibs_VERSION}")
