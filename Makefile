@@ -28,7 +28,10 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.torch pyproject.toml setup.py
-	@echo "AllFinite: building the library and installing the package into $(VENV), editable"
+	@echo "AllFinite: building the library"
+	@$(CMAKE) -S . -B $(BUILD) -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python
+	@$(CMAKE) --build $(BUILD)
+	@echo "AllFinite: installing the package into $(VENV), editable"
 	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[train]"
 	@touch $@
 

@@ -47,9 +47,6 @@ class CMakeBuild(build_ext):
         in_place = self.inplace or getattr(self, "editable_mode", False)
         package = ROOT / "python" / "allfinite" if in_place else Path(self.build_lib).resolve() / "allfinite"
         configure = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
-        for name in ("ALLFINITE_USE_CUDA", "ALLFINITE_CUDA_ARCHITECTURES"):
-            if os.environ.get(name):
-                configure.append(f"-D{name}={os.environ[name]}")
         configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
         cmake = tool("cmake")
         try:

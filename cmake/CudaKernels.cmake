@@ -1,8 +1,6 @@
 # The CUDA half: torch-free kernels as objects (C++17, own architectures), and the bindings that hand them tensors.
 
 set(CMAKE_CUDA_COMPILER "${ALLFINITE_NVCC}")
-# The list is AllFinite's own: torch's CMake would overwrite CMAKE_CUDA_ARCHITECTURES for whatever links it.
-set(ALLFINITE_CUDA_ARCHITECTURES "75;80;90" CACHE STRING "CUDA architectures of the kernels")
 set(CMAKE_CUDA_ARCHITECTURES "${ALLFINITE_CUDA_ARCHITECTURES}")
 enable_language(CUDA)
 

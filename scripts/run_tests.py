@@ -47,17 +47,8 @@ def run_ctest(build: Path) -> Count:
     for old in results.glob("*.xml"):
         old.unlink()
     overview = results / "ctest.xml"
-    subprocess.run(
-        [
-            sys.executable.replace("python", "ctest"),
-            "--test-dir",
-            build,
-            "--output-on-failure",
-            "--output-junit",
-            overview,
-        ],
-        check=False,
-    )
+    ctest = Path(sys.executable).with_name("ctest")
+    subprocess.run([ctest, "--test-dir", build, "--output-on-failure", "--output-junit", overview], check=False)
     total = Count()
     if not overview.exists():
         return Count(failed=1)
