@@ -248,9 +248,16 @@ ALLFINITE_INLINE Vec<double> load_vector(const float* p, double) {
   return __builtin_convertvector(v, Vec<double>);
 }
 ALLFINITE_INLINE Vec<float> load_vector(const BFloat16* p, float) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))),
+                                       16);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
   HalfWords words;
   std::memcpy(&words, p, sizeof words);
   return (Vec<float>)(__builtin_convertvector(words, Vec<uint32_t>) << 16);
+#endif
 }
 ALLFINITE_INLINE Vec<float> load_vector(const Half* p, float) {
 #if defined(__AVX512F__)
@@ -283,8 +290,16 @@ ALLFINITE_INLINE void store_vector(double* p, Vec<double> v) {
 ALLFINITE_INLINE void store_vector(BFloat16* p, Vec<float> v) {
   const Vec<uint32_t> bits = (Vec<uint32_t>)v;
   const Vec<uint32_t> rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const HalfWords words = __builtin_convertvector(v != v ? bits >> 16 | 0x40u : rounded, HalfWords);
+  const Vec<uint32_t> result = v != v ? bits >> 16 | 0x40u : rounded;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)result));
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)result, (__m256i)result), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+#else
+  const HalfWords words = __builtin_convertvector(result, HalfWords);
   std::memcpy(p, &words, sizeof words);
+#endif
 }
 ALLFINITE_INLINE void store_vector(Half* p, Vec<float> v) {
 #if defined(__AVX512F__)
