@@ -4,8 +4,13 @@
 # compiler), ALLFINITE_CUDA_INCLUDE_DIRS, ALLFINITE_CUDART, ALLFINITE_CUDA_TOOLKIT_MAJOR.
 
 function(_allfinite_find_nvcc)
+  # What the user names comes first, then the PATH, then the usual place.
+  if(DEFINED ENV{CUDACXX})
+    set(ALLFINITE_NVCC_ON_PATH "$ENV{CUDACXX}" CACHE FILEPATH "nvcc, or a wrapper of it")
+  endif()
   find_program(ALLFINITE_NVCC_ON_PATH nvcc
-               HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda
+               HINTS ENV CUDA_HOME ENV CUDA_PATH
+               PATHS /usr/local/cuda
                PATH_SUFFIXES bin)
   mark_as_advanced(ALLFINITE_NVCC_ON_PATH)
   if(NOT ALLFINITE_NVCC_ON_PATH)
