@@ -5,11 +5,12 @@ Floor: 2 b per element forward, 3 b more for the backward (b = bytes of the dtyp
 
 from collections.abc import Callable, Iterator
 
-import allfinite
 import torch
 import torch.nn.functional as F
-from harness import Case, main
 from torch import Tensor
+
+import allfinite
+from harness import Case, main
 
 SHAPES = ((197, 384), (256, 768), (4096, 768), (2048, 4096))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
