@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kBlock = 4096;
 constexpr int kLanes = 2;
-constexpr int64_t kFlushRows = 32;
+constexpr int64_t kFlushRows = 8;
 
 template <class A>
 struct Scales {
