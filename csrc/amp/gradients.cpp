@@ -1,0 +1,128 @@
+// How an optimizer's gradients are collected, unscaled, clipped and looked at; all maths is in ops.
+#include "amp/gradients.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <tuple>
+#include <unordered_set>
+
+#include "ops/op.h"
+
+namespace allfinite::amp {
+namespace {
+
+void check_gradient(const char* method, const Tensor& gradient, int64_t group, int64_t index) {
+  const auto dtype = gradient.scalar_type();
+  TORCH_CHECK_TYPE(at::isFloatingType(dtype) || at::isComplexType(dtype), method,
+                   ": expected floating point or complex gradients, but got ", dtype, " in parameter group ", group,
+                   ", index ", index);
+  TORCH_CHECK_NOT_IMPLEMENTED(gradient.layout() == at::kStrided || gradient.layout() == at::kSparse, method,
+                              ": expected dense or sparse COO gradients, but got layout ", gradient.layout(),
+                              " in parameter group ", group, ", index ", index);
+}
+
+Gradient make_gradient(const Tensor& parameter, int64_t group, int64_t index) {
+  Gradient result{parameter, parameter.grad(), Tensor(), group, index};
+  if (result.values.is_sparse()) {
+    Tensor sparse = result.values;
+    if (!sparse.is_coalesced()) {
+      sparse = result.coalesced = sparse.coalesce();
+    }
+    result.values = sparse._values();
+  }
+  return result;
+}
+
+Tensor components(const Tensor& values) {
+  return values.is_complex() ? at::view_as_real(values.resolve_conj()) : values;
+}
+
+bool is_double(const Tensor& values) {
+  return values.scalar_type() == at::kDouble || values.scalar_type() == at::kComplexDouble;
+}
+
+}  // namespace
+
+std::vector<Gradient> gradients_of(const char* method, const torch::optim::Optimizer& optimizer) {
+  const c10::NoGradGuard no_grad;
+  const auto& groups = optimizer.param_groups();
+  const auto for_each = [&](auto&& visit) {
+    for (size_t g = 0; g < groups.size(); ++g) {
+      const auto& parameters = groups[g].params();
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        if (parameters[i].defined() && parameters[i].grad().defined()) {
+          visit(parameters[i], static_cast<int64_t>(g), static_cast<int64_t>(i));
+        }
+      }
+    }
+  };
+  for_each([&](const Tensor& p, int64_t g, int64_t i) { check_gradient(method, p.grad(), g, i); });
+  std::vector<Gradient> result;
+  for_each([&](const Tensor& p, int64_t g, int64_t i) { result.push_back(make_gradient(p, g, i)); });
+  return result;
+}
+
+void store_coalesced(const std::vector<Gradient>& gradients) {
+  for (const auto& gradient : gradients) {
+    if (gradient.coalesced.defined()) {
+      gradient.parameter.mutable_grad() = gradient.coalesced;
+    }
+  }
+}
+
+std::vector<DeviceGradients> by_device(const std::vector<Gradient>& gradients) {
+  std::vector<DeviceGradients> result;
+  for (const auto& gradient : gradients) {
+    const auto device = gradient.values.device();
+    auto entry = std::find_if(result.begin(), result.end(), [&](const auto& e) { return e.device == device; });
+    if (entry == result.end()) {
+      entry = result.insert(entry, {device, {}});
+    }
+    entry->values.push_back(gradient.values);
+  }
+  return result;
+}
+
+void unscale_and_check_(const std::vector<Tensor>& values, const Tensor& found_inf, const Tensor& inv_scale) {
+  static const auto op = find_op<void(at::TensorList, Tensor&, const Tensor&)>("allfinite::unscale_and_check_");
+  Tensor found = found_inf;
+  op.call(values, found, inv_scale);
+}
+
+Stats stats_of(const std::vector<Tensor>& values) {
+  static const auto op =
+      find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(at::TensorList)>("allfinite::grad_stats");
+  auto [found_inf, norm, amax, zeros, subnormals] = op.call(values);
+  return {found_inf, norm};
+}
+
+SkipReason fault_of(const Tensor& values) {
+  if (at::isnan(values).any().item<bool>()) {
+    return SkipReason::NaN;
+  }
+  return at::isfinite(values).all().item<bool>() ? SkipReason::None : SkipReason::Inf;
+}
+
+double largest_finite(const Tensor& values) {
+  const Tensor magnitude = components(values).abs();
+  const Tensor finite = at::where(at::isfinite(magnitude), magnitude, at::zeros_like(magnitude));
+  return finite.numel() == 0 ? 0 : finite.max().to(at::kDouble).item<double>();
+}
+
+void multiply_(const DeviceGradients& gradients, const Tensor& factor) {
+  const Tensor on_device = factor.to(gradients.device);
+  std::vector<Tensor> single;
+  std::unordered_set<const void*> done;
+  for (const auto& values : gradients.values) {
+    if (!is_double(values)) {
+      single.push_back(values);
+    } else if (done.insert(values.const_data_ptr()).second) {
+      values.mul_(on_device);  // a float32 factor would flush to 0 for norms beyond 1e45
+    }
+  }
+  unscale_and_check_(single, at::zeros({}, on_device.options().dtype(at::kFloat)), on_device.to(at::kFloat));
+}
+
+}  // namespace allfinite::amp

@@ -1,0 +1,39 @@
+// AllFinite's ops as modules for torch::nn models.
+#pragma once
+#include <torch/nn/cloneable.h>
+#include <torch/nn/options/normalization.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <ostream>
+#include <vector>
+
+#include "allfinite/export.h"
+
+namespace allfinite::nn {
+
+// torch::nn::LayerNorm with allfinite::layer_norm inside: the same options, defaults, initialisation (weight 1,
+// bias 0) and names in an archive, so that either loads what the other saved.
+//
+// forward: [..., *normalized_shape] to the same shape and dtype. Parameters may stay fp32 while the input is
+// 16-bit. NaN, infinities, rows of any magnitude and errors: see allfinite::layer_norm. Errors of the
+// constructor: c10::ValueError for an empty normalized_shape, a size < 0, or eps < 0 or not finite.
+class ALLFINITE_API LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> {
+ public:
+  explicit LayerNormImpl(std::vector<int64_t> normalized_shape)
+      : LayerNormImpl(torch::nn::LayerNormOptions(std::move(normalized_shape))) {}
+  explicit LayerNormImpl(torch::nn::LayerNormOptions options);
+
+  void reset() override;
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+
+  torch::Tensor forward(const torch::Tensor& input);
+
+  torch::nn::LayerNormOptions options;
+  torch::Tensor weight;  // undefined without elementwise_affine
+  torch::Tensor bias;
+};
+TORCH_MODULE(LayerNorm);
+
+}  // namespace allfinite::nn
