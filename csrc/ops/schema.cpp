@@ -26,6 +26,7 @@ TORCH_LIBRARY(allfinite, m) {
       "grad_stats(Tensor[] grads) -> (Tensor found_inf, Tensor norm, Tensor amax, Tensor zeros, Tensor "
       "subnormals)",
       pt2);
+  m.def("_grad_stats(Tensor[] grads) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", pt2);
   m.def(
       "update_scale_(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor found_inf, float growth_factor, "
       "float backoff_factor, int growth_interval, float min_scale, float max_scale) -> ()",

@@ -10,6 +10,15 @@ _load()
 
 from allfinite import utils  # noqa: E402  (the ops must be registered first)
 from allfinite._build_info import VERSION as __version__  # noqa: E402
+from allfinite.gradients import GradStats, grad_stats, unscale_and_check_, update_scale_  # noqa: E402
 from allfinite.ops import layer_norm  # noqa: E402
 
-__all__ = ["__version__", "layer_norm", "utils"]
+__all__ = [
+    "GradStats",
+    "__version__",
+    "grad_stats",
+    "layer_norm",
+    "unscale_and_check_",
+    "update_scale_",
+    "utils",
+]
