@@ -17,9 +17,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def configure(build: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("ALLFINITE_")}
     return subprocess.run(
         [CMAKE, "-S", ROOT, "-B", build, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", *arguments],
-        env={**os.environ, **environment},
+        env={**clean, **environment},
         capture_output=True,
         text=True,
         check=False,
