@@ -1,26 +1,25 @@
 // LayerNorm forward: y = (x - mean) / sqrt(var + eps) * weight + bias, row by row.
 //
 // Bytes: x read and y written once in memory (the second and third pass over a row hit the cache): 2 b per
-// element. Floor: copy bandwidth. Sums: fp32 vectors over blocks of at most kBlock elements, blocks added in
-// double.
+// element. Floor: copy bandwidth.
 //
-// Mean: a first sum gives mean_hi; the deviations d = x - mean_hi then give what fp32 lost of it,
-// mean_lo = sum(d) / n, and var = (sum(d * d) - sum(d) * mean_lo) / n (the two-pass algorithm with a
-// correction term; Chan, Golub and LeVeque 1983). Both parts are subtracted, so the error does not grow with
-// mean / std.
+// Mean: added in double, kept as two numbers of the compute type, mean_hi + mean_lo. Both are subtracted, so
+// the error does not grow with mean / std. Variance: a second pass over the deviations, in short fp32 chains
+// (row_sum.h). fp64 has no wider type: there mean_lo is the mean of the deviations, and the variance takes
+// their sum out again (the two-pass algorithm with a correction term; Chan, Golub and LeVeque 1983).
 //
-// Range: where var is not finite, or var + eps is so small that squares underflow, the row is done again
+// Range: where var is not finite, or so small that squares or the mean's low part underflow, the row is done again
 // times a power of two, with eps times its square. A row of NaN or infinity becomes NaN; no other row is
 // touched. var + eps = 0 (a constant row with eps 0): rstd is stored as 0, so that y = bias and dx = 0.
 #include "cpu/layer_norm.h"
 
+#include "cpu/row_sum.h"
 #include "cpu/simd.h"
 #include "cpu/visit.h"
 
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 4096;
 constexpr int kLanes = 4;  // independent accumulators, to cover the latency of an addition
 
 template <class A>
@@ -31,29 +30,62 @@ struct RowStats {
 // Below this, var + eps has lost bits to squares that underflowed (fp32: 2^-149, so 2^-120 keeps 29 bits).
 template <class A>
 constexpr double kSmallestVariance = std::is_same_v<A, float> ? 0x1p-120 : 0x1p-960;
+// From this mean on the deviations are multiples of a normal number: var may then be lost beside eps.
+template <class A>
+constexpr A kSmallestMean = std::is_same_v<A, float> ? A(0x1p-100f) : A(0x1p-900);
 template <class A>
 constexpr double kLargestVariance = std::is_same_v<A, float> ? 0x1p126 : 0x1p1000;
 
-// term(vector of x, n valid) is added up over the row: fp32 vectors within a block, double across blocks.
-template <class A, int kSums, class Term>
-ALLFINITE_INLINE void sum_row(int64_t n, double (&total)[kSums], Term term) {
+// The sum of value(i, count), a vector of which `count` lanes count and the others are 0, over a row.
+template <class A, class Value>
+ALLFINITE_INLINE double exact_sum(int64_t n, Value value) {
   constexpr int w = kWidth<A>;
-  for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t stop = start + kBlock < n ? start + kBlock : n;
-    Vec<A> lane[kLanes][kSums] = {};
+  WideSum<A> lane[kLanes];
+  int64_t i = 0;
+  for (; i + kLanes * w <= n; i += kLanes * w) {
+    for (int u = 0; u < kLanes; ++u) {
+      lane[u].add(value(i + u * w, w));
+    }
+  }
+  for (; i < n; i += w) {
+    lane[0].add(value(i, n - i < w ? n - i : w));
+  }
+  for (int u = 1; u < kLanes; ++u) {
+    lane[0].add(lane[u]);
+  }
+  return lane[0].total();
+}
+
+// The sum of deviation(i, count)^2 over a row and, for double, of the deviations.
+template <class A, class Deviation>
+ALLFINITE_INLINE void sum_moments(int64_t n, Deviation deviation, double& sum_of_squares, double& sum) {
+  constexpr int w = kWidth<A>;
+  constexpr int64_t block = kChain * kLanes * w;
+  WideSum<A> squares, plain;
+  for (int64_t start = 0; start < n; start += block) {
+    const int64_t stop = start + block < n ? start + block : n;
+    Vec<A> square[kLanes] = {}, lane[kLanes] = {};
+    const auto step = [&](int u, int64_t i, int64_t count) {
+      const Vec<A> d = deviation(i, count);
+      square[u] = fma(d, d, square[u]);
+      if constexpr (std::is_same_v<A, double>) {
+        lane[u] += d;
+      }
+    };
     int64_t i = start;
     for (; i + kLanes * w <= stop; i += kLanes * w) {
       for (int u = 0; u < kLanes; ++u) {
-        term(lane[u], i + u * w, w);
+        step(u, i + u * w, w);
       }
     }
-    for (; i < stop; i += w) {
-      term(lane[0], i, stop - i < w ? stop - i : w);
+    for (int u = 0; i < stop; i += w, ++u) {
+      step(u, i, stop - i < w ? stop - i : w);
     }
-    for (int s = 0; s < kSums; ++s) {
-      total[s] += static_cast<double>(sum_lanes<A>((lane[0][s] + lane[1][s]) + (lane[2][s] + lane[3][s])));
-    }
+    squares.add((square[0] + square[1]) + (square[2] + square[3]));
+    plain.add((lane[0] + lane[1]) + (lane[2] + lane[3]));
   }
+  sum_of_squares = squares.total();
+  sum = plain.total();
 }
 
 template <class A, class T, bool kScaled>
@@ -62,44 +94,41 @@ RowStats<A> row_stats(const T* x, int64_t n, A scale, double eps, double& varian
     const Vec<A> v = count == kWidth<A> ? load<A>(x + i) : load_partial<A>(x + i, count);
     return kScaled ? v * scale : v;
   };
-  double sum[1] = {};
-  sum_row<A>(n, sum, [&](Vec<A>* lane, int64_t i, int64_t count) { lane[0] += at(i, count); });
-  const A mean_hi = static_cast<A>(sum[0] / static_cast<double>(n));
+  const double mean = exact_sum<A>(n, at) / static_cast<double>(n);
+  const A mean_hi = static_cast<A>(mean);
+  A mean_lo = static_cast<A>(mean - static_cast<double>(mean_hi));
 
-  double moments[2] = {};
-  sum_row<A>(n, moments, [&](Vec<A>* lane, int64_t i, int64_t count) {
-    Vec<A> d = at(i, count) - mean_hi;
-    if (count < kWidth<A>) {  // lanes beyond the row hold 0 - mean: take them out
-      A lanes[kWidth<A>] = {};
-      for (int64_t k = 0; k < count; ++k) {
-        lanes[k] = d[k];
-      }
-      d = load<A>(lanes);
-    }
-    lane[0] += d;
-    lane[1] = fma(d, d, lane[1]);
-  });
-  const double mean_lo = moments[0] / static_cast<double>(n);
-  const double raw = (moments[1] - moments[0] * mean_lo) / static_cast<double>(n);
-  variance = raw < 0 ? 0 : raw;  // written so that NaN stays NaN
+  double squares, sum;
+  sum_moments<A>(
+      n,
+      [&](int64_t i, int64_t count) {
+        const Vec<A> d = (at(i, count) - mean_hi) - mean_lo;
+        return count == kWidth<A> ? d : first_lanes(d, count);
+      },
+      squares, sum);
+  if constexpr (std::is_same_v<A, double>) {
+    mean_lo = sum / static_cast<double>(n);
+    squares -= sum * mean_lo;
+  }
+  variance = squares < 0 ? 0 : squares / static_cast<double>(n);  // written so that NaN stays NaN
   const double total = variance + eps * static_cast<double>(scale) * static_cast<double>(scale);
   const double rstd = total == 0 ? 0 : 1 / __builtin_sqrt(total);
-  return {mean_hi, static_cast<A>(mean_lo), static_cast<A>(rstd), scale};
+  return {mean_hi, mean_lo, static_cast<A>(rstd), scale};
 }
 
 // A power of two that brings the largest magnitude of the row near 1; 1 where there is none or it is not
 // finite.
 template <class A, class T>
 A rescue_scale(const T* x, int64_t n) {
-  A largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const A v = __builtin_fabs(widen<A>(x[i]));
-    if (!(v <= std::numeric_limits<A>::max())) {
-      return 1;
-    }
-    largest = v > largest ? v : largest;
+  constexpr int w = kWidth<A>;
+  Vec<A> largest_lanes = {}, poison = {};
+  for (int64_t i = 0; i < n; i += w) {
+    const Vec<A> v = n - i < w ? load_partial<A>(x + i, n - i) : load<A>(x + i);
+    largest_lanes = max(abs(v), largest_lanes);
+    poison += v * 0;  // NaN from an infinity or a NaN
   }
-  if (largest == 0) {
+  const A largest = max_lanes<A>(largest_lanes);
+  if (largest == 0 || sum_lanes<A>(poison) != 0) {
     return 1;
   }
   int exponent = 0;
@@ -114,7 +143,12 @@ void normalize_row(const T* x, const W* weight, const W* bias, T* y, int64_t n, 
   constexpr int w = kWidth<A>;
   const auto one = [&](Vec<A> v, Vec<A> g, Vec<A> b) {
     const Vec<A> xhat = (((kScaled ? v * s.scale : v) - s.mean_hi) - s.mean_lo) * s.rstd;
-    return fma(xhat, g, b);
+    const Vec<A> result = fma(xhat, g, b);
+    if constexpr (!kFusedMultiplyAdd) {  // the product alone may leave the range although the sum does not
+      const Vec<A> quarter = (xhat * A(0.25)) * g + b * A(0.25);
+      return result - result == 0 ? result : quarter * A(4);
+    }
+    return result;
   };
   const Vec<A> ones = splat(A(1)), zeros = {};
   int64_t i = 0;
@@ -140,7 +174,9 @@ void forward_rows(const LayerNormForwardArgs& a) {
     T* y = static_cast<T*>(a.y) + row * a.n;
     double variance = 0;
     RowStats<A> stats = row_stats<A, T, false>(x, a.n, A(1), a.eps, variance);
-    const bool in_range = variance <= kLargestVariance<A> && variance + a.eps >= kSmallestVariance<A>;
+    const bool small_is_exact = __builtin_fabs(stats.mean_hi) >= kSmallestMean<A>;
+    const bool in_range =
+        variance <= kLargestVariance<A> && (small_is_exact ? variance + a.eps : variance) >= kSmallestVariance<A>;
     const A scale = in_range ? A(1) : rescue_scale<A>(x, a.n);
     if (scale == 1) {
       normalize_row<A, T, W, false>(x, weight, bias, y, a.n, stats);

@@ -5,7 +5,7 @@
 // Bytes: dy and x read, dx written once in memory (the second pass over a row hits the cache): 3 b per
 // element, and 16 n bytes a chunk of rows for the column sums. Floor: copy bandwidth.
 //
-// Row sums: fp32 vectors over blocks, blocks in double. Column sums: fp32 over at most kFlushRows rows, then
+// Row sums: short fp32 chains, chains in double (row_sum.h). Column sums: fp32 over at most kFlushRows rows, then
 // double, so that the error does not grow with the number of rows (F3); one buffer a chunk, chunks added in
 // order (F5).
 //
@@ -13,13 +13,13 @@
 // the last multiplication; the mantissas are those of the plain path, so the result stays linear in dy bit
 // for bit (F4). Column sums that are not finite are done again in double. dx of a row with rstd = 0 is 0.
 #include "cpu/layer_norm.h"
+#include "cpu/row_sum.h"
 #include "cpu/simd.h"
 #include "cpu/visit.h"
 
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 4096;
 constexpr int kLanes = 2;
 constexpr int64_t kFlushRows = 8;
 
@@ -61,10 +61,11 @@ ALLFINITE_INLINE void load_row(const Row<A, T, W>& row, int64_t i, int64_t count
 template <bool kColumns, class A, class T, class W>
 RowSums<A> sum_row(const Row<A, T, W>& row, const Scales<A>& scales, A* columns) {
   constexpr int w = kWidth<A>;
-  double total_g = 0, total_gx = 0;
+  constexpr int64_t block = kChain * kLanes * w;
+  WideSum<A> total_g, total_gx;
   Vec<A> largest = {};
-  for (int64_t start = 0; start < row.n; start += kBlock) {
-    const int64_t stop = start + kBlock < row.n ? start + kBlock : row.n;
+  for (int64_t start = 0; start < row.n; start += block) {
+    const int64_t stop = start + block < row.n ? start + block : row.n;
     Vec<A> sum_g[kLanes] = {}, sum_gx[kLanes] = {};
     const auto step = [&](int u, int64_t i, int64_t count) {
       Vec<A> dy, g, xhat;
@@ -93,11 +94,11 @@ RowSums<A> sum_row(const Row<A, T, W>& row, const Scales<A>& scales, A* columns)
     for (; i < stop; i += w) {
       step(0, i, stop - i < w ? stop - i : w);
     }
-    total_g += static_cast<double>(sum_lanes<A>(sum_g[0] + sum_g[1]));
-    total_gx += static_cast<double>(sum_lanes<A>(sum_gx[0] + sum_gx[1]));
+    total_g.add(sum_g[0] + sum_g[1]);
+    total_gx.add(sum_gx[0] + sum_gx[1]);
   }
   const double n = static_cast<double>(row.n);
-  return {static_cast<A>(total_g / n), static_cast<A>(total_gx / n), max_lanes<A>(largest)};
+  return {static_cast<A>(total_g.total() / n), static_cast<A>(total_gx.total() / n), max_lanes<A>(largest)};
 }
 
 template <class A, class T>

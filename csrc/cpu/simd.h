@@ -70,6 +70,12 @@ ALLFINITE_INLINE Vec<T> splat(T value) {
   return value - Vec<T>{};  // the compiler broadcasts a scalar operand; x - 0 keeps -0, infinities and NaN
 }
 
+// Whether fma(a, b, c) rounds once, and a * b may leave the range on the way.
+#if defined(__AVX512F__) || defined(__AVX2__)
+constexpr bool kFusedMultiplyAdd = true;
+#else
+constexpr bool kFusedMultiplyAdd = false;
+#endif
 ALLFINITE_INLINE Vec<float> fma(Vec<float> a, Vec<float> b, Vec<float> c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -121,6 +127,16 @@ ALLFINITE_INLINE T max_lanes(Vec<T> v) {
     largest = lanes[i] > largest ? lanes[i] : largest;
   }
   return largest;
+}
+
+// The first n lanes of v, and 0 in the others, whatever they hold.
+template <class V>
+ALLFINITE_INLINE V first_lanes(V v, int64_t n) {
+  V kept = {};
+  for (int64_t i = 0; i < n; ++i) {
+    kept[i] = v[i];
+  }
+  return kept;
 }
 
 // --- scalar conversions

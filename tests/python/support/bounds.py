@@ -59,3 +59,20 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
     assert a.shape == b.shape
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     assert torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def assert_relative_l2(actual: Tensor, exact: Tensor, limit: float, terms: Tensor | None = None) -> None:
+    """||actual - exact|| <= limit * (||exact|| + ||terms||) over the tensor; NaN and infinity never pass.
+
+    Args:
+        actual: the result under test.
+        exact: float64.
+        limit: 2e-7 for the norms in float32.
+        terms: float64, elementwise the sum of the absolute values that were added up; none: 0.
+    """
+    assert actual.shape == exact.shape, f"shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    error = torch.linalg.vector_norm(actual.double() - exact)
+    allowed = torch.linalg.vector_norm(exact)
+    if terms is not None:
+        allowed = allowed + torch.linalg.vector_norm(terms)
+    assert error <= limit * allowed, f"L2 error {error / allowed:.3g} of the allowed unit, limit {limit:.3g}"

@@ -1,0 +1,102 @@
+// allfinite::layer_norm from C++: values, gradients and the messages of bad input, which are those of Python.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "allfinite/ops.h"
+#include "catch.h"
+
+namespace {
+
+at::Tensor reference(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+  const auto wide = x.to(at::kDouble);
+  const auto centred = wide - wide.mean(-1, true);
+  const auto xhat = centred * (centred.square().mean(-1, true) + eps).rsqrt();
+  return xhat * weight.to(at::kDouble) + bias.to(at::kDouble);
+}
+
+}  // namespace
+
+TEST_CASE("layer_norm: output of every dtype, 16 bits with fp32 weights too") {
+  at::manual_seed(0);
+  for (auto dtype : {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble}) {
+    for (auto weight_dtype : {dtype, dtype == at::kDouble ? at::kDouble : at::kFloat}) {
+      const auto x = at::randn({5, 33}).to(dtype);
+      const auto weight = at::randn({33}).to(weight_dtype), bias = at::randn({33}).to(weight_dtype);
+      const auto y = allfinite::layer_norm(x, {33}, weight, bias);
+      CHECK(y.scalar_type() == dtype);
+      CHECK(y.sizes() == x.sizes());
+      // Two roundings to the dtype at the largest output, which is below 16.
+      const double ulp = dtype == at::kHalf ? 0x1p-7 : dtype == at::kBFloat16 ? 0x1p-4 : 0x1p-19;
+      CHECK((y.to(at::kDouble) - reference(x, weight, bias, 1e-5)).abs().max().item<double>() <= ulp);
+    }
+  }
+}
+
+TEST_CASE("layer_norm: defaults, absent parameters and gradients") {
+  at::manual_seed(0);
+  const auto x = at::randn({4, 3, 6}, at::kDouble).requires_grad_();
+  const auto weight = at::randn({3, 6}, at::kDouble).requires_grad_();
+  CHECK(at::allclose(allfinite::layer_norm(x, {3, 6}), at::layer_norm(x, {3, 6})));
+  const auto dy = at::randn({4, 3, 6}, at::kDouble);
+  const auto ours = torch::autograd::grad({allfinite::layer_norm(x, {3, 6}, weight)}, {x, weight}, {dy});
+  const auto theirs = torch::autograd::grad({at::layer_norm(x, {3, 6}, weight)}, {x, weight}, {dy});
+  CHECK(at::allclose(ours[0], theirs[0]));
+  CHECK(at::allclose(ours[1], theirs[1]));
+}
+
+TEST_CASE("F1: layer_norm of rows of 1e30 and of zeros") {
+  const auto huge = at::tensor({1e30f, -1e30f, 1e30f, -1e30f});
+  CHECK(at::equal(allfinite::layer_norm(huge, {4}), at::tensor({1.0f, -1.0f, 1.0f, -1.0f})));
+  const auto zeros = at::zeros({1, 10}, at::kHalf);
+  CHECK(at::equal(allfinite::layer_norm(zeros, {10}, {}, {}, 1e-12), zeros));
+}
+
+TEST_CASE("layer_norm: bad input is refused with type and message") {
+  const auto x = at::ones({2, 4}), w = at::ones({4});
+  using at::Tensor;
+  struct Case {
+    std::function<Tensor()> call;
+    std::string kind, message;
+  };
+  const std::vector<Case> cases{
+      {[&] { return allfinite::layer_norm(x.to(at::kLong), {4}); }, "TypeError",
+       "expected input to be float16, bfloat16, float32 or float64, but got Long"},
+      {[&] { return allfinite::layer_norm(x.to_sparse(), {4}); }, "NotImplementedError",
+       "expected input to be a dense (strided) tensor, but got layout Sparse"},
+      {[&] { return allfinite::layer_norm(x, {}); }, "ValueError",
+       "expected normalized_shape of at least one dimension, but got []"},
+      {[&] { return allfinite::layer_norm(x, {5}); }, "ValueError",
+       "expected input to end in normalized_shape [5], but got input of shape [2, 4]"},
+      {[&] { return allfinite::layer_norm(x, {4}, at::ones({3})); }, "ValueError",
+       "expected weight of shape [4], but got [3]"},
+      {[&] { return allfinite::layer_norm(x, {4}, w, at::ones({1, 4})); }, "ValueError",
+       "expected bias of shape [4], but got [1, 4]"},
+      {[&] { return allfinite::layer_norm(x, {4}, w.to(at::kHalf)); }, "TypeError",
+       "expected weight of input's dtype, Float, or float32 beside a 16-bit input, but got Half"},
+      {[&] { return allfinite::layer_norm(x, {4}, w.to(at::kMeta)); }, "Error",
+       "expected weight on the device of input, cpu, but got meta"},
+      {[&] { return allfinite::layer_norm(x, {4}, w, w, -1.0); }, "ValueError",
+       "expected eps >= 0 and finite, but got -1"},
+  };
+  for (const Case& bad : cases) {
+    INFO(bad.message);
+    std::string kind = "none", message;
+    try {
+      bad.call();
+    } catch (const c10::TypeError& e) {
+      kind = "TypeError", message = e.what_without_backtrace();
+    } catch (const c10::ValueError& e) {
+      kind = "ValueError", message = e.what_without_backtrace();
+    } catch (const c10::NotImplementedError& e) {
+      kind = "NotImplementedError", message = e.what_without_backtrace();
+    } catch (const c10::Error& e) {
+      kind = "Error", message = e.what_without_backtrace();
+    }
+    CHECK(kind == bad.kind);
+    CHECK(message == "allfinite::layer_norm: " + bad.message);
+  }
+}
