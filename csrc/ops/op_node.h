@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -31,8 +32,11 @@ struct OpNode : torch::autograd::Node {
 
   variable_list apply(variable_list&& grads) override {
     variable_list tensors;
-    for (auto& variable : saved) {
-      tensors.push_back(variable.unpack(getptr()));  // raises torch's "backward a second time" error
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (auto& variable : saved) {
+        tensors.push_back(variable.unpack(getptr()));  // raises torch's "backward a second time" error
+      }
     }
     std::vector<bool> needs;
     for (size_t i = 0; i < num_outputs(); ++i) {
@@ -45,7 +49,13 @@ struct OpNode : torch::autograd::Node {
     }
     return variable_list(num_outputs());
   }
-  void release_variables() override { saved.clear(); }
+  // Emptied, not removed: unpacking an empty one is the error that a second backward must raise.
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& variable : saved) {
+      variable.reset_data();
+    }
+  }
   std::string name() const override { return label; }
 
   std::vector<torch::autograd::SavedVariable> saved;

@@ -1,9 +1,10 @@
 """F3 of layer_norm: every result against float64 on the same rounded inputs."""
 
-import allfinite
 import pytest
 import torch
 import torch.nn.functional as F
+
+import allfinite
 from support.bounds import DTYPES, SIXTEEN_BIT, assert_relative_l2, assert_within_one_ulp, relative_l2
 from support.norm_reference import assert_layer_norm_accurate, layer_norm_reference, run_layer_norm
 
@@ -137,7 +138,7 @@ def test_f3_statistics_of_sixteen_bit_rows_are_not_rounded(dtype, weight_dtype):
 
 
 def test_f3_one_rounding_of_the_output():
-    """F3: xhat rounded to 16 bits before the weight would be 3 roundings; the result is the nearest half but for ties."""
+    """F3: xhat rounded to 16 bits before the weight would be 3 roundings; ours is one."""
     x, weight, bias = torch.randn(64, 256).half(), torch.randn(256).half(), torch.randn(256).half()
     exact = layer_norm_reference(x, (256,), weight, bias)["y"].value
     actual = allfinite.layer_norm(x, (256,), weight, bias)

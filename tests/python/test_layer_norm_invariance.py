@@ -1,8 +1,9 @@
 """F4 and F5 of layer_norm: independence of the loss scale, of the number of threads and of the other rows."""
 
-import allfinite
 import pytest
 import torch
+
+import allfinite
 from support.bounds import DTYPES, assert_same_bits
 from support.norm_reference import run_layer_norm
 

@@ -1,6 +1,7 @@
 """Every instruction set's layer_norm kernels keep the contract, not only the one that this processor would choose."""
 
 import pytest
+
 from support.isa import other_capabilities, run_pytest_with
 
 NUMERIC = ("test_layer_norm_accuracy.py", "test_layer_norm_range.py", "test_layer_norm_invariance.py")

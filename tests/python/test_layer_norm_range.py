@@ -1,9 +1,10 @@
 """F1, F2 and F7 of layer_norm: the whole input range, NaN and infinity, rows on the edge."""
 
-import allfinite
 import pytest
 import torch
 import torch.nn.functional as F
+
+import allfinite
 from support.bounds import DTYPES, SIXTEEN_BIT, assert_relative_l2, assert_same_bits, assert_within_one_ulp
 from support.norm_reference import assert_layer_norm_accurate, layer_norm_reference, run_layer_norm
 

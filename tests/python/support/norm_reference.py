@@ -4,10 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import allfinite
 import torch
-from support.bounds import SIXTEEN_BIT, assert_relative_l2, assert_within_one_ulp
 from torch import Tensor
+
+import allfinite
+from support.bounds import SIXTEEN_BIT, assert_relative_l2, assert_within_one_ulp
 
 
 @dataclass
