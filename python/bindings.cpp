@@ -6,5 +6,7 @@
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "AllFinite's C++ core, apart from its ops";
+  allfinite::python::bind_errors();
   allfinite::python::bind_build(m);
+  allfinite::python::bind_amp(m);
 }

@@ -8,7 +8,7 @@ from allfinite._load import load as _load
 
 _load()
 
-from allfinite import utils  # noqa: E402  (the ops must be registered first)
+from allfinite import amp, utils  # noqa: E402  (the ops must be registered first)
 from allfinite._build_info import VERSION as __version__  # noqa: E402
 from allfinite.gradients import GradStats, grad_stats, unscale_and_check_, update_scale_  # noqa: E402
 from allfinite.ops import layer_norm  # noqa: E402
@@ -16,6 +16,7 @@ from allfinite.ops import layer_norm  # noqa: E402
 __all__ = [
     "GradStats",
     "__version__",
+    "amp",
     "grad_stats",
     "layer_norm",
     "unscale_and_check_",
