@@ -375,10 +375,15 @@ class GradScaler(ScaleState):
     def _warn_at_floor(self, result: StepResult) -> StepResult:
         if result.at_floor and not self._warned_at_floor:
             self._warned_at_floor = True
+            advice = (
+                "Give a larger one with update(new_scale)."
+                if result.reason == "after_unscale"
+                else "If the true gradients are beyond float16, give a smaller min_scale; otherwise the values are not "
+                "finite before the loss is scaled."
+            )
             warnings.warn(
                 f"allfinite.amp.GradScaler: {result}, which is not above min_scale={self._min_scale:g}, so that it "
-                "will not be lowered. If the true gradients are beyond float16, give a smaller min_scale; otherwise "
-                "the values are not finite before the loss is scaled",
+                f"will not be lowered. {advice}",
                 stacklevel=4,
             )
         return result
