@@ -29,9 +29,9 @@ class Amp(torch.optim.SGD):
         self.fail = fail
         self.seen: list[Any] = []
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        scale = self.grad_scale  # type: ignore[attr-defined]
-        self.seen.append((None if scale is None else scale.item(), self.found_inf))  # type: ignore[attr-defined]
+    def step(self, closure: Any = None) -> Any:
+        scale = self.grad_scale
+        self.seen.append((None if scale is None else scale.item(), self.found_inf))
         if self.fail:
             raise ZeroDivisionError
         return "returned"
@@ -104,7 +104,7 @@ def test_last_step_names_the_culprit() -> None:
 def test_the_attributes_and_what_is_returned() -> None:
     optimizer = Amp(parameter(1.0, 8.0))
     made = scaler(4.0)
-    assert made.step(optimizer) == "returned"  # type: ignore[comparison-overlap]
+    assert made.step(optimizer) == "returned"
     made.update()
     made.unscale_(optimizer)
     made.step(optimizer)
@@ -116,7 +116,7 @@ def test_the_attributes_and_what_is_returned() -> None:
 
 def test_a_scale_that_the_user_set_is_multiplied() -> None:
     optimizer = Amp(parameter(1.0, 8.0))
-    optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+    optimizer.grad_scale = torch.tensor(2.0)
     scaler(4.0).step(optimizer)
     assert optimizer.seen[0][0] == 8.0
 
@@ -146,7 +146,7 @@ def test_found_inf_is_exactly_one() -> None:
 def test_without_gradients_the_optimizer_is_called() -> None:
     """As torch: it may keep its gradients elsewhere."""
     made, optimizer = scaler(growth_interval=1), Amp(parameter(1.0))
-    assert made.step(optimizer) == "returned"  # type: ignore[comparison-overlap]
+    assert made.step(optimizer) == "returned"
     assert made.last_step == StepResult("no_gradients")
     assert isinstance(optimizer.seen[0][1], torch.Tensor), "torch passes the int 0"
     made.update()
@@ -193,7 +193,7 @@ def test_the_scaler_as_a_keyword() -> None:
     class Asks(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
-        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
             assert isinstance(grad_scaler, torch.amp.GradScaler)
             assert not hasattr(self, "found_inf")
             for _ in range(2):  # Apex: once a parameter group
@@ -202,7 +202,7 @@ def test_the_scaler_as_a_keyword() -> None:
 
     made, optimizer = scaler(), Asks([parameter(1.0, INF)], lr=1.0)
     with pytest.warns(FutureWarning, match="grad_scaler|keyword") as caught:
-        assert made.step(optimizer) == (1.0, 4.0)  # type: ignore[comparison-overlap]
+        assert made.step(optimizer) == (1.0, 4.0)
     assert caught[0].filename == __file__
     assert made.last_step is not None
     assert made.last_step.status == "skipped"

@@ -50,7 +50,7 @@ def test_an_integer_loss_becomes_float32() -> None:
 def test_lists_and_tuples_are_rebuilt() -> None:
     made = scaler()
     one = torch.ones(())
-    out: Any = made.scale([one, (one, [one])])  # type: ignore[list-item]
+    out: Any = made.scale([one, (one, [one])])
     assert isinstance(out, list)
     assert isinstance(out[1], tuple)
     assert isinstance(out[1][1], list)
@@ -59,7 +59,7 @@ def test_lists_and_tuples_are_rebuilt() -> None:
 
 def test_named_tuples_are_kept() -> None:
     """Torch raises TypeError (N28)."""
-    out = scaler().scale(Losses(torch.ones(()), [torch.ones(())]))  # type: ignore[arg-type]
+    out = scaler().scale(Losses(torch.ones(()), [torch.ones(())]))
     assert isinstance(out, Losses)
     assert out == Losses(4.0, [4.0])
 
@@ -79,4 +79,4 @@ def test_what_is_no_loss_is_refused_at_once(value: Any) -> None:
 
 def test_a_bad_entry_in_a_list_is_refused() -> None:
     with pytest.raises(ValueError, match="but got int"):
-        scaler().scale([torch.ones(()), 5])  # type: ignore[list-item]
+        scaler().scale([torch.ones(()), 5])

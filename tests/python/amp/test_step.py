@@ -34,24 +34,24 @@ class Plain:
 class TestReturnsAndArguments:
     def test_returns_what_the_optimizer_returns(self) -> None:
         made, optimizer = scaler(), Plain(parameter(1.0, 4.0), value=17.5)
-        assert made.step(optimizer) == 17.5  # type: ignore[arg-type]
+        assert made.step(optimizer) == 17.5
 
     def test_returns_none_and_does_not_call_on_a_skip(self) -> None:
         made, optimizer = scaler(), Plain(parameter(1.0, INF))
-        assert made.step(optimizer) is None  # type: ignore[arg-type]
+        assert made.step(optimizer) is None
         assert optimizer.calls == []
 
     def test_positional_and_keyword_arguments_are_passed_on(self) -> None:
         """Accelerate calls step(optimizer, None)."""
         made, optimizer = scaler(), Plain(parameter(1.0, 4.0))
-        made.step(optimizer, None, 3, weight=2)  # type: ignore[arg-type]
+        made.step(optimizer, None, 3, weight=2)
         assert optimizer.calls == [((None, 3), {"weight": 2})]
 
     def test_step_is_called_through_the_attribute(self) -> None:
         """Accelerate and LR schedulers replace optimizer.step to see whether it ran."""
         made, optimizer, seen = scaler(), sgd(parameter(1.0, 4.0)), []
         original = optimizer.step
-        optimizer.step = lambda *a: seen.append(a) or original(*a)  # type: ignore[method-assign,assignment,func-returns-value]
+        optimizer.step = lambda *a: seen.append(a) or original(*a)
         made.step(optimizer, None)
         assert seen == [(None,)]
 
@@ -69,9 +69,9 @@ class TestReturnsAndArguments:
     def test_an_exception_in_the_optimizer_comes_through(self) -> None:
         made, param = scaler(), parameter(1.0, 4.0)
         optimizer = Plain(param)
-        optimizer.step = lambda: 1 / 0  # type: ignore[method-assign]
+        optimizer.step = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
-            made.step(optimizer)  # type: ignore[arg-type]
+            made.step(optimizer)
         assert made._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
 
 
@@ -129,7 +129,7 @@ class TestNoGradients:
     def test_is_no_error_and_does_nothing(self) -> None:
         """Torch raises AssertionError (N24)."""
         made, optimizer = scaler(growth_interval=1), Plain(parameter(1.0))
-        assert made.step(optimizer) is None  # type: ignore[arg-type]
+        assert made.step(optimizer) is None
         assert optimizer.calls == []
         assert last(made) == StepResult("no_gradients")
         made.update()
@@ -193,7 +193,7 @@ class TestSeveralOptimizers:
         made = scaler()
         param = parameter(1.0, INF)
         old = Plain(param)
-        made.step(old)  # type: ignore[arg-type]
+        made.step(old)
         new = Plain(parameter(1.0, 4.0))
         # Allocators reuse the address often, not always: this is that case, every time.
         made._records[id(new)] = made._records.pop(id(old))
@@ -202,7 +202,7 @@ class TestSeveralOptimizers:
         del old
         gc.collect()
         assert gone() is None, "the scaler does not keep an optimizer alive"
-        made.step(new)  # type: ignore[arg-type]
+        made.step(new)
         assert len(new.calls) == 1
         made.update()
         assert made.get_scale() == 2.0, "what the old one found still counts"
@@ -216,7 +216,7 @@ class TestSeveralOptimizers:
 
         made, optimizer = scaler(), Slotted()
         optimizer.param_groups = [{"params": [parameter(1.0, 4.0)]}]
-        assert made.step(optimizer) == "stepped"  # type: ignore[arg-type,comparison-overlap]
+        assert made.step(optimizer) == "stepped"
 
 
 class TestLastStep:
@@ -240,7 +240,7 @@ class TestLastStep:
         ]
         made = scaler(4.0, min_scale=0.5)
         made.step(torch.optim.SGD(groups, lr=1.0))
-        assert last(made) == StepResult("skipped", reason, 1, 1, "head.weight", 3.0, 4.0, False)  # type: ignore[arg-type]
+        assert last(made) == StepResult("skipped", reason, 1, 1, "head.weight", 3.0, 4.0, False)
         text = f"skipped: {reason} in the gradient of parameter 1 (head.weight) of group 1, at scale 4"
         assert str(last(made)) == text
 
@@ -326,5 +326,5 @@ def test_a_subclass_may_decide_by_itself() -> None:
     made = Never("cpu", init_scale=4.0)
     made.scale(torch.ones(()))
     optimizer = Plain(parameter(1.0, 4.0))
-    made.step(optimizer)  # type: ignore[arg-type]
+    made.step(optimizer)
     assert optimizer.calls == []
