@@ -1,0 +1,50 @@
+"""Tensors for the tests of the gradient ops, and their results in plain torch."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+
+# name: a view, made of a contiguous tensor of shape (6, 7, 10)
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.transpose(0, 2),
+    "columns": lambda t: t[:, :, :5],
+    "every second": lambda t: t[:, :, ::2],
+    "middle": lambda t: t[1:5, 2:6, 3:9].permute(1, 2, 0),
+    "one column": lambda t: t[:, :, 3],
+    "misaligned": lambda t: t.flatten()[1:],
+    "one number": lambda t: t[1, 2, 3],
+}
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Normal numbers; complex32 has no generator of its own."""
+    wide = torch.complex64 if dtype == torch.complex32 else dtype
+    return torch.randn(shape, dtype=wide).to(dtype)
+
+
+def parts(t: Tensor) -> Tensor:
+    """Complex numbers as pairs."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def unscaled(t: Tensor, inv_scale: float) -> Tensor:
+    """The product in float32 (float64 for float64), rounded once."""
+    compute = torch.float64 if t.dtype == torch.float64 else torch.float32
+    factor = torch.tensor(inv_scale, dtype=torch.float32)
+    return (t.to(compute) * factor.to(compute)).to(t.dtype)
+
+
+def flat64(tensors: list[Tensor]) -> Tensor:
+    """All numbers of all tensors, in float64: exact for every dtype."""
+    return torch.cat([torch.zeros(0, dtype=torch.float64)] + [parts(t).double().flatten() for t in tensors])
+
+
+def subnormals(t: Tensor) -> int:
+    """How many numbers are neither 0 nor of normal magnitude in their own dtype."""
+    numbers = parts(t)
+    return int(((numbers != 0) & (numbers.double().abs() < torch.finfo(numbers.dtype).tiny)).sum())
