@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import allfinite
-
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:`torch.jit.script` is deprecated")
 from support import gradients
 from support.bounds import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:`torch.jit.script` is deprecated")
 
 # Rounding of 10^5 additions in double; the contract (F3) allows 1e-6.
 CLOSE = 1e-12

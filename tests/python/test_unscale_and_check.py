@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import allfinite
-
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:`torch.jit.script` is deprecated")
 from support import gradients
 from support.bounds import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:`torch.jit.script` is deprecated")
 
 
 def unscale(grads: list[Tensor], inv_scale: float = 0.5) -> float:
