@@ -10,6 +10,7 @@
 #include <sstream>
 #include <utility>
 
+#include "allfinite/ops.h"
 #include "amp/gradients.h"
 #include "amp/iteration.h"
 
@@ -174,7 +175,7 @@ void GradScaler::unscale_gradients(Optimizer& optimizer, OptimizerRecord& record
     std::vector<Tensor> found_inf, found_inf_scaled;
     for (const auto& [device, values] : by_device(gradients)) {
       if (look_first) {
-        found_inf_scaled.push_back(stats_of(values).found_inf);
+        found_inf_scaled.push_back(grad_stats(values).found_inf);
       }
       found_inf.push_back(at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device)));
       unscale_and_check_(values, found_inf.back(), inv_scale.to(device));
@@ -224,7 +225,7 @@ Tensor GradScaler::clip_grad_norm_(Optimizer& optimizer, double max_norm) {
   }
   Tensor norm;
   for (const auto& entry : devices) {
-    const Tensor part = stats_of(entry.values).norm;
+    const Tensor part = grad_stats(entry.values).norm;
     norm = norm.defined() ? at::hypot(norm, part.to(norm.device())) : part;
   }
   // torch's formula, and a factor of 1 where the norm says nothing.

@@ -5,12 +5,14 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <tuple>
 #include <unordered_set>
 
-#include "ops/op.h"
+#include "allfinite/ops.h"
 
 namespace allfinite::amp {
+
+using at::Tensor;
+
 namespace {
 
 void check_gradient(const char* method, const Tensor& gradient, int64_t group, int64_t index) {
@@ -83,19 +85,6 @@ std::vector<DeviceGradients> by_device(const std::vector<Gradient>& gradients) {
     entry->values.push_back(gradient.values);
   }
   return result;
-}
-
-void unscale_and_check_(const std::vector<Tensor>& values, const Tensor& found_inf, const Tensor& inv_scale) {
-  static const auto op = find_op<void(at::TensorList, Tensor&, const Tensor&)>("allfinite::unscale_and_check_");
-  Tensor found = found_inf;
-  op.call(values, found, inv_scale);
-}
-
-Stats stats_of(const std::vector<Tensor>& values) {
-  static const auto op =
-      find_op<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(at::TensorList)>("allfinite::grad_stats");
-  auto [found_inf, norm, amax, zeros, subnormals] = op.call(values);
-  return {found_inf, norm};
 }
 
 SkipReason fault_of(const Tensor& values) {

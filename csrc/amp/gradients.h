@@ -32,16 +32,6 @@ struct DeviceGradients {
 };
 std::vector<DeviceGradients> by_device(const std::vector<Gradient>& gradients);
 
-// In place: values * inv_scale (a float32 scalar). found_inf becomes 1 if one is not finite before or after.
-void unscale_and_check_(const std::vector<at::Tensor>& values, const at::Tensor& found_inf,
-                        const at::Tensor& inv_scale);
-
-struct Stats {
-  at::Tensor found_inf;
-  at::Tensor norm;  // float64
-};
-Stats stats_of(const std::vector<at::Tensor>& values);
-
 // What is wrong with a gradient: None, Inf or NaN; waits for its device.
 SkipReason fault_of(const at::Tensor& values);
 // Largest finite magnitude, 0 if there is none; waits for its device.

@@ -7,9 +7,12 @@
 #include <cmath>
 #include <limits>
 
-#include "ops/op.h"
+#include "allfinite/ops.h"
 
 namespace allfinite::amp {
+
+using at::Tensor;
+
 namespace {
 
 constexpr char kOp[] = "allfinite::ScalePolicy";
@@ -83,10 +86,9 @@ ScaleState ScalePolicy::next(const ScaleState& state, bool found_inf) const {
   return {*scale.const_data_ptr<float>(), *tracker.const_data_ptr<int32_t>()};
 }
 
-void ScalePolicy::update_(Tensor scale, Tensor growth_tracker, const Tensor& found_inf) const {
-  static const auto op = find_op<void(Tensor&, Tensor&, const Tensor&, double, double, int64_t, double, double)>(
-      "allfinite::update_scale_");
-  op.call(scale, growth_tracker, found_inf, growth_factor_, backoff_factor_, growth_interval_, min_scale_, max_scale_);
+void ScalePolicy::update_(const Tensor& scale, const Tensor& growth_tracker, const Tensor& found_inf) const {
+  update_scale_(scale, growth_tracker, found_inf, growth_factor_, backoff_factor_, growth_interval_, min_scale_,
+                max_scale_);
 }
 
 double ScalePolicy::check_scale(const char* name, double value) {

@@ -49,7 +49,7 @@ class ALLFINITE_API ScalePolicy {
 
   // The same in place on tensors of one element (float32 scale, int32 growth_tracker, float32 found_inf: any
   // value but 0, also NaN, means found) on one device, without a host sync.
-  void update_(at::Tensor scale, at::Tensor growth_tracker, const at::Tensor& found_inf) const;
+  void update_(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& found_inf) const;
 
   // Returns `value` rounded to float32. c10::ValueError naming `name` unless it is finite and > 0 then.
   static double check_scale(const char* name, double value);
