@@ -21,6 +21,28 @@ TORCH_LIBRARY(allfinite, m) {
       "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       pt2);
 
+  m.def(
+      "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float "
+      "dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, *, float softcap=0.0, "
+      "int[]? window=None) -> Tensor",
+      pt2);
+  m.def(
+      "scaled_dot_product_attention_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float "
+      "dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, *, float softcap=0.0, "
+      "int[]? window=None) -> (Tensor output, Tensor lse)",
+      pt2);
+  // 4-D tensors [batch, heads, length, size]; left and right: the window with is_causal in it, -1 unbounded; seed:
+  // int64 [1], there where dropout_p > 0.
+  m.def(
+      "_scaled_dot_product_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, "
+      "float dropout_p, float? scale, float softcap, int left, int right) -> (Tensor output, Tensor lse, Tensor stats)",
+      pt2);
+  m.def(
+      "_scaled_dot_product_attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor query, Tensor key, Tensor "
+      "value, Tensor? attn_mask, Tensor? seed, Tensor stats, float dropout_p, float? scale, float softcap, int left, "
+      "int right, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      pt2);
+
   m.def("unscale_and_check_(Tensor(a!)[] grads, Tensor(b!) found_inf, Tensor inv_scale) -> ()", pt2);
   m.def(
       "grad_stats(Tensor[] grads) -> (Tensor found_inf, Tensor norm, Tensor amax, Tensor zeros, Tensor "

@@ -10,6 +10,7 @@ _load()
 
 from allfinite import amp, utils  # noqa: E402  (the ops must be registered first)
 from allfinite._build_info import VERSION as __version__  # noqa: E402
+from allfinite.attention import scaled_dot_product_attention  # noqa: E402
 from allfinite.gradients import GradStats, grad_stats, unscale_and_check_, update_scale_  # noqa: E402
 from allfinite.ops import layer_norm  # noqa: E402
 
@@ -19,6 +20,7 @@ __all__ = [
     "amp",
     "grad_stats",
     "layer_norm",
+    "scaled_dot_product_attention",
     "unscale_and_check_",
     "update_scale_",
     "utils",
