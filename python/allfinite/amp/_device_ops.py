@@ -25,10 +25,13 @@ def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
         inv_scale: float32, one element, on that device.
         may_overflow: whether ``inv_scale`` may be above 1, so that a finite gradient can become infinite by it.
     """
-    own = [grad for grad in grads if _has_kernels(grad)]
+    own: list[Tensor] = []
+    others: list[Tensor] = []
+    for grad in grads:
+        (own if _has_kernels(grad) else others).append(grad)
     if own:
         torch.ops.allfinite.unscale_and_check_(own, found_inf, inv_scale)
-    for same_dtype in _by_dtype(grad for grad in grads if not _has_kernels(grad)):
+    for same_dtype in _by_dtype(others):
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
         if may_overflow:
             torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, torch.ones_like(inv_scale))
@@ -67,7 +70,7 @@ def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _has_kernels(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not is_traceable_wrapper_subclass(tensor)
+    return tensor.is_cpu and (type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor))
 
 
 def _by_dtype(grads: Iterable[Tensor]) -> list[list[Tensor]]:

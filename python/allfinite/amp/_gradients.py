@@ -77,7 +77,7 @@ def separate_shared(found: list[Entry]) -> None:
         assert grad is not None
         if grad.layout is not torch.strided or grad.numel() == 0 or is_traceable_wrapper_subclass(grad):
             continue
-        expanded = any(stride == 0 and size > 1 for stride, size in zip(grad.stride(), grad.shape, strict=True))
+        expanded = not grad.is_contiguous() and 0 in grad.stride()
         if expanded or grad.data_ptr() in seen:
             entry.param.grad = grad.clone()
         seen.add(grad.data_ptr())

@@ -165,8 +165,10 @@ class GradScaler(ScaleState):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if stage is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._refuse_unscaled(optimizer)
+        entries = list(_gradients.entries(optimizer))
+        self._refuse_unscaled(entries)
         self._unscale(optimizer, allow_fp16=False)
+        self._mark_unscaled(entries)
 
     def _unscale(self, optimizer: Any, allow_fp16: bool) -> None:
         scale = self._scale
@@ -182,7 +184,6 @@ class GradScaler(ScaleState):
         state["found_inf_per_device"] = found
         state["stage"] = OptState.UNSCALED
         record.divided = True
-        self._mark_unscaled(optimizer)
         self._share(found)
         self._note_offender(optimizer, found)
 
@@ -237,8 +238,8 @@ class GradScaler(ScaleState):
         if all(flag.device.type == "cpu" for flag in found.values()) and any(flag.item() for flag in found.values()):
             self._record_of(optimizer).offender = find_offender(optimizer)
 
-    def _refuse_unscaled(self, optimizer: Any) -> None:
-        for entry in _gradients.entries(optimizer):
+    def _refuse_unscaled(self, entries: list[_gradients.Entry]) -> None:
+        for entry in entries:
             seen = self._unscaled.get(id(entry.param.grad))
             if seen is not None and seen() is entry.param.grad:
                 raise RuntimeError(
@@ -247,10 +248,10 @@ class GradScaler(ScaleState):
                     "update(): give each parameter to one optimizer, or call zero_grad(set_to_none=True) between them"
                 )
 
-    def _mark_unscaled(self, optimizer: Any) -> None:
-        for entry in _gradients.entries(optimizer):
-            assert entry.param.grad is not None
-            self._unscaled[id(entry.param.grad)] = TensorWeakRef(entry.param.grad)
+    def _mark_unscaled(self, entries: list[_gradients.Entry]) -> None:
+        for entry in entries:
+            if entry.param.grad is not None:
+                self._unscaled[id(entry.param.grad)] = TensorWeakRef(entry.param.grad)
 
     # ---- the step ----
 
@@ -321,9 +322,11 @@ class GradScaler(ScaleState):
             return optimizer.step(*args, **kwargs, grad_scaler=self)
         scale, _ = self._check_scale_growth_tracker("step")
         ready = state["stage"] is OptState.READY
+        entries: list[_gradients.Entry] = []
         if ready:
-            self._refuse_unscaled(optimizer)
-            _gradients.separate_shared(list(_gradients.entries(optimizer)))
+            entries = list(_gradients.entries(optimizer))
+            self._refuse_unscaled(entries)
+            _gradients.separate_shared(entries)
             if self._may_be_below_one():
                 # The kernel divides without a check of the quotient.
                 self._unscale(optimizer, allow_fp16=True)
@@ -336,7 +339,7 @@ class GradScaler(ScaleState):
             grad_scale = scale * (1.0 if grad_scale is None else grad_scale)
         found_inf = any_found(state["found_inf_per_device"].values(), scale.device)
         result = _fused.step(optimizer, found_inf, grad_scale, args, kwargs)
-        self._mark_unscaled(optimizer)
+        self._mark_unscaled(entries)
         return result
 
     # ---- the account of the step ----

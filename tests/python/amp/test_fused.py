@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from allfinite.amp import StepResult
+from allfinite.amp import GradScaler, StepResult
+from allfinite.amp._step_result import Attempt
 from support.amp import INF, NAN, batches, models, parameter, same_parameters, scaler, sgd, stock
 
 OPTIMIZERS = [
@@ -82,11 +83,15 @@ def test_a_skip_changes_nothing(optimizer: Any, kwargs: dict[str, Any], bad: flo
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_a_skipped_first_step_leaves_no_uninitialised_momentum(dampening: float) -> None:
     """N47: torch's fused SGD keeps memory that nothing has written, and multiplies it into the next step."""
+    theirs = sgd(parameter([1.0, 2.0], [INF, 4.0]), momentum=0.9, dampening=dampening, fused=True)
+    stock().step(theirs)
+    assert any("momentum_buffer" in state for state in theirs.state.values())
+
     param = parameter([1.0, 2.0], [INF, 4.0])
     made = scaler()
     step = sgd(param, momentum=0.9, dampening=dampening, fused=True)
     made.step(step)
-    assert step.state[param].get("momentum_buffer") is None
+    assert "momentum_buffer" not in step.state[param]
     made.update()
     param.grad = torch.tensor([2.0, 4.0])
     made.step(step)
@@ -96,9 +101,37 @@ def test_a_skipped_first_step_leaves_no_uninitialised_momentum(dampening: float)
 
 def test_last_step_names_the_culprit() -> None:
     param, other = parameter([1.0, 1.0], [-6.0, NAN]), parameter(1.0, 4.0)
-    made = scaler(4.0, min_scale=0.5)
+    made = scaler(4.0)
     made.step(torch.optim.SGD([("a", other), ("b", param)], lr=1.0, fused=True))
     assert made.last_step == StepResult("skipped", "nan", 0, 1, "b", 1.5, 4.0, False)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the scaler believe that reading a flag would wait for a device, so that it leaves the account for later."""
+    monkeypatch.setattr(Attempt, "on_host", lambda self: False)
+    monkeypatch.setattr(GradScaler, "_note_offender", lambda *args: None)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_account_of_a_step_may_be_read_after_update(bad: bool) -> None:
+    """Guards the scale of now, or another optimizer's outcome, in the account of then."""
+    param = parameter([1.0, 1.0], [-6.0, NAN if bad else 4.0])
+    made, optimizer = scaler(4.0), torch.optim.SGD([("b", param)], lr=1.0, fused=True)
+    made.step(optimizer)
+    made.update(32.0)
+    expected = StepResult("skipped", "nan", 0, 0, "b", 1.5, 4.0, False) if bad else StepResult("stepped", scale=4.0)
+    assert made.last_step == expected
+
+
+@pytest.mark.usefixtures("late")
+def test_an_account_that_is_read_too_late_names_nobody() -> None:
+    param = parameter([1.0], [INF])
+    made, optimizer = scaler(4.0), sgd(param, fused=True)
+    made.step(optimizer)
+    optimizer.zero_grad()
+    assert made.last_step == StepResult("skipped", scale=4.0)
 
 
 def test_the_attributes_and_what_is_returned() -> None:

@@ -91,6 +91,14 @@ class TestOrder:
         with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
             made.update()
 
+    def test_an_iteration_that_the_user_skips_ends_with_update(self) -> None:
+        """N38: unscale_, a look at the gradients, no step; update makes the optimizer ready again."""
+        made, optimizer = scaler(growth_interval=1), sgd(parameter(1.0, 4.0))
+        made.unscale_(optimizer)
+        made.update()
+        assert made.get_scale() == 8.0
+        made.unscale_(optimizer)
+
     def test_everything_before_the_first_scale(self) -> None:
         made, optimizer = GradScaler("cpu"), sgd(parameter(1.0, 4.0))
         for call in (lambda: made.unscale_(optimizer), lambda: made.step(optimizer), made.update):
@@ -187,6 +195,15 @@ class TestSeveralOptimizers:
         made.scale(shared * 1.0).backward()
         made.step(two)
         assert shared.item() == -2.0
+
+    def test_a_new_gradient_at_the_address_of_an_unscaled_one_is_not_refused(self) -> None:
+        """Allocators reuse the address often, not always: this is that case, every time."""
+        old, new = parameter(1.0, 8.0), parameter(1.0, 8.0)
+        made = scaler()
+        made.unscale_(sgd(old))
+        made._unscaled[id(new.grad)] = made._unscaled[id(old.grad)]
+        made.unscale_(sgd(new))
+        assert torch.as_tensor(new.grad).item() == 2.0
 
     def test_a_freed_optimizer_leaves_nothing_to_the_next_at_its_address(self) -> None:
         """Torch refuses the new one: "step() has already been called"."""

@@ -113,6 +113,16 @@ def test_sums_of_finite_gradients_do_not_count() -> None:
     assert not unscaled(parameter([0.0, 0.0], [3e38, 3e38]), inverse=1.0)
 
 
+def test_the_last_of_very_many_gradients() -> None:
+    """N44: guards a launch that stops short of a long list."""
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(20_000)]
+    for param in params:
+        param.grad = torch.full((1,), 4.0)
+    assert not unscaled(*params)
+    params[-1].grad = torch.full((1,), NAN)
+    assert unscaled(*params)
+
+
 def test_empty_gradients() -> None:
     made = GradScaler("cpu")
     nothing = made._unscale_grads_(sgd(parameter(1.0)), torch.ones(()), torch.zeros(()), False)
