@@ -57,8 +57,8 @@ ALLFINITE_INLINE void add_squares(Vec<double>* squares, Vec<double> v) {
 ALLFINITE_INLINE void add_squares(Vec<double>* squares, Vec<float> v) {
   FloatsForDoubles halves[2];
   std::memcpy(halves, &v, sizeof v);
-  add_squares(squares, __builtin_convertvector(halves[0], Vec<double>));
-  add_squares(squares + 1, __builtin_convertvector(halves[1], Vec<double>));
+  add_squares(squares, to_doubles(halves[0]));
+  add_squares(squares + 1, to_doubles(halves[1]));
 }
 
 template <class B>

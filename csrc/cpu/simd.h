@@ -245,6 +245,14 @@ ALLFINITE_INLINE T narrow(double value) {
   }
 }
 
+ALLFINITE_INLINE Vec<double> to_doubles(FloatsForDoubles v) {
+#if defined(__AVX512F__)
+  return _mm512_cvtps_pd((__m256)v);  // g++ makes two halves of the general form
+#else
+  return __builtin_convertvector(v, Vec<double>);
+#endif
+}
+
 // --- vector loads and stores
 // ------------------------------------------------------------------------------------
 
@@ -261,7 +269,7 @@ ALLFINITE_INLINE Vec<double> load_vector(const double* p, double) {
 ALLFINITE_INLINE Vec<double> load_vector(const float* p, double) {
   FloatsForDoubles v;
   std::memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, Vec<double>);
+  return to_doubles(v);
 }
 ALLFINITE_INLINE Vec<float> load_vector(const BFloat16* p, float) {
 #if defined(__AVX512F__)

@@ -166,6 +166,19 @@ def test_memory_that_entries_share_counts_each_time() -> None:
     assert expanded.zeros.item() == 9
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64], ids=str)
+def test_any_views(dtype: torch.dtype) -> None:
+    """Every element once for each index that means it, whatever sizes and strides."""
+    for _ in range(200):
+        base = gradients.random(100, dtype=dtype)
+        base[::3] = 0
+        views = gradients.random_views(base, 4)
+        exact = gradients.flat64(views)
+        stats = allfinite.grad_stats(views)
+        assert math.isclose(stats.norm.item(), exact.norm().item(), rel_tol=CLOSE)
+        assert stats.zeros.item() == int((exact == 0).sum())
+
+
 def test_ten_thousand_small_tensors() -> None:
     grads = [torch.full((1 + i % 3,), float(i % 2), dtype=gradients.REAL[i % 4]) for i in range(10_000)]
     exact = gradients.flat64(grads)

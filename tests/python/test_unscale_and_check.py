@@ -266,6 +266,20 @@ def test_partly_shared_memory_is_unscaled_once() -> None:
     assert_same_bits(base, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64], ids=str)
+def test_any_views_of_one_memory_are_unscaled_once(dtype: torch.dtype) -> None:
+    """Against the set of touched places: whatever sizes, strides, gaps, overlaps and repeats."""
+    for _ in range(200):
+        base = torch.ones(100, dtype=dtype)
+        views = gradients.random_views(base, 4)
+        places = torch.arange(100)
+        touched = [places.as_strided(v.shape, v.stride(), v.storage_offset()).flatten() for v in views]
+        expected = torch.ones_like(base)
+        expected[torch.cat(touched)] = 0.5
+        assert unscale(views, 0.5) == 0
+        assert_same_bits(gradients.parts(base), gradients.parts(expected))
+
+
 def test_overlapping_windows_are_unscaled_once() -> None:
     base = torch.arange(12.0)
     assert unscale([base.unfold(0, 4, 2)], 0.5) == 0

@@ -27,6 +27,23 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, dtype=wide).to(dtype)
 
 
+def random_views(base: Tensor, how_many: int) -> list[Tensor]:
+    """Views of a flat tensor with random sizes and strides: gaps, overlaps and repeats included."""
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, ()))
+
+    views = []
+    while len(views) < how_many:
+        dims = number(0, 4)
+        sizes, strides = [number(0 if d else 1, 4) for d in range(dims)], [number(0, 12) for _ in range(dims)]
+        offset = number(0, base.numel() - 1)
+        last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        if last < base.numel():
+            views.append(base.as_strided(sizes, strides, offset))
+    return views
+
+
 def parts(t: Tensor) -> Tensor:
     """Complex numbers as pairs."""
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
