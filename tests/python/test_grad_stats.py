@@ -32,6 +32,21 @@ def test_f3_every_statistic_of_every_layout(dtype: torch.dtype, layout: str) -> 
     assert stats.found_inf.item() == 0
 
 
+@pytest.mark.parametrize("dtype", gradients.REAL, ids=str)
+def test_f3_every_length_of_tail(dtype: torch.dtype) -> None:
+    """F3: vectors of every width, and what is left of them."""
+    for n in [*range(70), 1000]:
+        grad = torch.randn(n, dtype=dtype)
+        grad[::5] = 0
+        grad[1::7] = torch.finfo(dtype).tiny * 0.75
+        exact = grad.double()
+        stats = allfinite.grad_stats([grad])
+        assert math.isclose(stats.norm.item(), math.hypot(*exact.tolist()), rel_tol=CLOSE)
+        assert stats.amax.item() == max(exact.abs().tolist(), default=0.0)
+        assert stats.zeros.item() == int((exact == 0).sum())
+        assert stats.subnormals.item() == gradients.subnormals(grad)
+
+
 def test_one_call_takes_any_mix() -> None:
     grads = [
         view(gradients.random(6, 7, 10, dtype=dtype)) * 10**i
@@ -133,6 +148,19 @@ def test_f2_infinity_and_nan_show_in_every_statistic(dtype: torch.dtype) -> None
             assert math.isnan(statistic) if math.isnan(expected) else statistic == expected
         assert stats.found_inf == 1
         assert_same_bits(grad, before)
+
+
+@pytest.mark.parametrize("dtype", gradients.REAL, ids=str)
+def test_f2_found_in_every_place(dtype: torch.dtype) -> None:
+    """F2: every lane of a vector, and the tail."""
+    for place in range(67):
+        for bad, amax in ((math.inf, math.inf), (-math.inf, math.inf), (math.nan, math.nan)):
+            grad = torch.zeros(67, dtype=dtype)
+            grad[place] = bad
+            stats = allfinite.grad_stats([grad])
+            assert stats.found_inf == 1
+            assert str(stats.amax.item()) == str(amax)
+            assert str(stats.norm.item()) == str(amax)
 
 
 def test_f2_a_nan_before_or_after_an_infinity_is_not_lost() -> None:

@@ -43,6 +43,29 @@ def test_f3_product_in_fp32_rounded_once(dtype: torch.dtype, layout: str) -> Non
     assert_same_bits(gradients.parts(base), gradients.parts(before))
 
 
+@pytest.mark.parametrize("dtype", gradients.REAL, ids=str)
+def test_f3_every_length_of_tail(dtype: torch.dtype) -> None:
+    """F3: vectors of every width, and what is left of them."""
+    for n in [*range(70), 1000]:
+        grad = torch.randn(n, dtype=dtype)
+        expected = gradients.unscaled(grad, 0.3)
+        assert unscale([grad], 0.3) == 0
+        assert_same_bits(grad, expected)
+
+
+@pytest.mark.parametrize("dtype", gradients.REAL[:2], ids=str)
+@pytest.mark.parametrize("inv_scale", [2.0, 0.3, 2.0**-16, 3e-5])
+def test_f3_every_16_bit_number(dtype: torch.dtype, inv_scale: float) -> None:
+    """F3: conversions of subnormals, ties and overflow; a NaN stays NaN, whichever."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    expected = gradients.unscaled(patterns, inv_scale)
+    grad = patterns.clone()
+    assert unscale([grad], inv_scale) == 1
+    number = ~expected.isnan()
+    assert_same_bits(grad[number], expected[number])
+    assert grad[~number].isnan().all()
+
+
 def test_f4_powers_of_two_leave_no_trace() -> None:
     """F4, N42: what was scaled by 2^16 comes back bit for bit, so training in bf16 with a scaler changes nothing."""
     for dtype in gradients.REAL[1:]:
@@ -116,6 +139,7 @@ def test_inv_scale_1_only_checks() -> None:
     [
         (torch.float16, 60000.0, 2.0),
         (torch.bfloat16, 3e38, 2.0),
+        (torch.bfloat16, 3.3895e38, 1.003),  # finite in float32
         (torch.float32, 3e38, 2.0),
         (torch.float64, 1.5e308, 2.0),
         (torch.complex64, 3e38, 2.0),
@@ -174,6 +198,16 @@ def test_f2_an_infinity_is_found_whatever_the_factor(dtype: torch.dtype) -> None
     for inv_scale in (0.0, 2.0**-149, 0.5, 1.0, 4.0):
         for bad in (math.inf, -math.inf, math.nan):
             assert unscale([torch.tensor([1.0, bad], dtype=dtype)], inv_scale) == 1
+
+
+@pytest.mark.parametrize("dtype", gradients.REAL, ids=str)
+def test_f2_found_in_every_place(dtype: torch.dtype) -> None:
+    """F2: every lane of a vector, and the tail; alone among zeros, which a sum or a comparison could swallow."""
+    for place in range(67):
+        for bad in (math.inf, -math.inf, math.nan, torch.finfo(dtype).max):
+            grad = torch.zeros(67, dtype=dtype)
+            grad[place] = bad
+            assert unscale([grad], 2.0) == 1, (place, bad)
 
 
 def test_f2_a_broken_scale_shows() -> None:
