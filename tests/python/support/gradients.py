@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import allfinite
+
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
@@ -65,3 +67,17 @@ def subnormals(t: Tensor) -> int:
     """How many numbers are neither 0 nor of normal magnitude in their own dtype."""
     numbers = parts(t)
     return int(((numbers != 0) & (numbers.double().abs() < torch.finfo(numbers.dtype).tiny)).sum())
+
+
+def unscale(grads: list[Tensor], inv_scale: float = 0.5) -> float:
+    """``unscale_and_check_``; the flag."""
+    found_inf = torch.zeros(())
+    allfinite.unscale_and_check_(grads, found_inf, torch.tensor(inv_scale))
+    return found_inf.item()
+
+
+def torch_unscale(grads: list[Tensor], inv_scale: float) -> float:
+    """The same by torch's op."""
+    found_inf = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, torch.tensor(inv_scale))
+    return found_inf.item()
