@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from allfinite.amp import GradScaler, StepResult
 from allfinite.amp._step_result import Attempt
@@ -123,6 +124,36 @@ def test_the_account_of_a_step_may_be_read_after_update(bad: bool) -> None:
     made.update(32.0)
     expected = StepResult("skipped", "nan", 0, 0, "b", 1.5, 4.0, False) if bad else StepResult("stepped", scale=4.0)
     assert made.last_step == expected
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would wait for a device: reads of a tensor's value by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_ordinary_iteration_reads_no_more_than_torchs(fused: bool, separate: bool) -> None:
+    """N41: a plain optimizer costs one wait, to know whether to call it; a fused one none."""
+    counts = []
+    for made in (scaler(), stock()):
+        optimizer = torch.optim.AdamW([parameter([1.0], [4.0])], fused=fused, foreach=False)
+        with HostReads() as reads:
+            if separate:
+                made.unscale_(optimizer)
+            made.step(optimizer)
+            made.update()
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
+    assert not fused or counts[0] == 0
 
 
 @pytest.mark.usefixtures("late")

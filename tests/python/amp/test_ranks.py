@@ -1,16 +1,20 @@
 """Several ranks: they skip together where a process group is given, and do not talk where none is."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from allfinite.amp import GradScaler
 from support.amp import INF, parameter, sgd
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
 
 
 def on_two_ranks(work: Callable[[int, dist.ProcessGroup], None]) -> None:
@@ -89,3 +93,26 @@ def test_no_group_given_means_no_communication(monkeypatch: pytest.MonkeyPatch) 
     made.step(sgd(param))
     made.update()
     assert param.item() == 0.0
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_sharded_gradients(mesh: DeviceMesh, bad: bool) -> None:
+    """FSDP2's parameters are DTensors, for which AllFinite's op has no rule: torch's op must be taken."""
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
+    param.grad = distribute_tensor(torch.tensor([4.0, INF if bad else 4.0]), mesh, [Shard(0)])
+    made = GradScaler("cpu", init_scale=4.0, min_scale=0.5)
+    made.scale(torch.ones(()))
+    made.step(torch.optim.SGD([("weight", param)], lr=1.0))
+    made.update()
+    assert param.full_tensor().tolist() == ([1.0, 1.0] if bad else [0.0, 0.0])
+    assert made.last_step is not None
+    assert (made.last_step.reason, made.last_step.param_name) == (("inf", "weight") if bad else (None, None))
