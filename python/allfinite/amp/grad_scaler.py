@@ -423,8 +423,6 @@ class GradScaler(ScaleState):
             elif all(state["stage"] is OptState.READY for state in states):
                 raise _checks.ScalerStateError("No inf checks were recorded prior to update.")
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._records.clear()
-        self._unscaled.clear()
 
     def _may_be_below_one(self) -> bool:
         return min(self._given_scale, self._min_scale) < 1
@@ -446,10 +444,14 @@ class GradScaler(ScaleState):
     def _state_of(self, optimizer: Any) -> dict[str, Any]:
         """torch's state of the optimizer, and a record beside it; neither is inherited from one that is gone."""
         key = id(optimizer)
+        if not self._per_optimizer_states:  # a new iteration, also where a subclass has an update() of its own
+            self._records.clear()
+            self._unscaled.clear()
         record = self._records.get(key)
         if record is not None and record.optimizer() is not optimizer:
             # The address was used again. What the old one found still counts at update().
-            self._per_optimizer_states[-1 - len(self._per_optimizer_states)] = self._per_optimizer_states.pop(key)
+            if key in self._per_optimizer_states:
+                self._per_optimizer_states[-1 - len(self._per_optimizer_states)] = self._per_optimizer_states.pop(key)
             record = None
         if record is None:
             try:

@@ -345,3 +345,22 @@ def test_a_subclass_may_decide_by_itself() -> None:
     optimizer = Plain(parameter(1.0, 4.0))
     made.step(optimizer)
     assert optimizer.calls == []
+
+
+def test_a_subclass_may_end_the_iteration_by_itself() -> None:
+    """Sharded scalers reset torch's states in an update() of their own; ours beside them must not outlive those."""
+
+    class Own(GradScaler):
+        def update(self, new_scale: Any = None) -> None:
+            self._per_optimizer_states.clear()
+
+    made = Own("cpu", init_scale=4.0)
+    made.scale(torch.ones(()))
+    param = parameter(1.0, INF)
+    optimizer = sgd(param)
+    made.step(optimizer)
+    made.update()
+    optimizer.zero_grad(set_to_none=False)
+    param.grad.add_(4.0)
+    made.step(optimizer)
+    assert param.item() == 0.0
