@@ -7,10 +7,10 @@ update_scale_ moves 12 bytes; what is timed is the call.
 from collections.abc import Iterator, Sequence
 
 import torch
-from harness import Case, main
 from torch import Tensor
 
 import allfinite
+from harness import Case, main
 
 LISTS = ((50, 1_000_000), (10_000, 64))  # tensors, elements of each
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import Case, main
 from torch import Tensor
 
 import allfinite
+from harness import Case, main
 
 SHAPES = ((8, 4, 64, 64), (1, 8, 197, 64), (1, 4, 512, 64), (1, 4, 1024, 128))  # B, H, S, D
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
