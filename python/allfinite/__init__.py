@@ -8,18 +8,22 @@ from allfinite._load import load as _load
 
 _load()
 
-from allfinite import amp, utils  # noqa: E402  (the ops must be registered first)
+from allfinite import amp, nn, utils  # noqa: E402  (the ops must be registered first)
 from allfinite._build_info import VERSION as __version__  # noqa: E402
 from allfinite.attention import scaled_dot_product_attention  # noqa: E402
+from allfinite.conversion import ConversionReport, convert  # noqa: E402
 from allfinite.gradients import GradStats, grad_stats, unscale_and_check_, update_scale_  # noqa: E402
 from allfinite.ops import layer_norm  # noqa: E402
 
 __all__ = [
+    "ConversionReport",
     "GradStats",
     "__version__",
     "amp",
+    "convert",
     "grad_stats",
     "layer_norm",
+    "nn",
     "scaled_dot_product_attention",
     "unscale_and_check_",
     "update_scale_",

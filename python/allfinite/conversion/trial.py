@@ -1,0 +1,110 @@
+"""Runs a module's own ``forward`` beside its replacement, on a copy, to see whether they compute the same.
+
+The copy is bare: it shares no tensor and no hook with the model, its weights are random float32 on the CPU. So the
+trial has no side effect, needs no device, and a projection that starts at zero cannot hide a difference. The state of
+torch's random generator is restored.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import UninitializedParameter
+
+_TOKENS, _BATCH = 5, 2
+# fp32 maths in another order moves a result by 1e-6 of its size; another formula by far more than this.
+_TOLERANCE = 1e-4
+
+
+def disagreement(module: Module, replacement: Callable[..., Tensor], optional: list[str]) -> str:
+    """Why ``replacement(copy, x, ...)`` is not ``module.forward(x, ...)``; '' where they agree.
+
+    Args:
+        module: of timm's shape, as ``split_attention.optional_arguments`` has found.
+        replacement: the forward to be, called with the module first.
+        optional: which of 'attn_mask' and 'is_causal' the module's forward takes.
+    """
+    parameters = list(module.parameters())
+    if any(isinstance(p, UninitializedParameter) for p in parameters):
+        return "its parameters are not initialised yet"
+    if not all(p.is_floating_point() for p in parameters):
+        return "its parameters are not floating point numbers"
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        bare = _bare_copy(module, torch.Generator().manual_seed(0))
+        for what, dropped, arguments in _cases(optional):
+            reason = _compare(bare, replacement, dropped, arguments)
+            if reason:
+                return f"its forward, tried on random input {what}, {reason}"
+    return ""
+
+
+def _cases(optional: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
+    """(words, the dropout that is set to 1, arguments): each a run that has one right result."""
+    mask = torch.zeros(_BATCH, 1, _TOKENS, _TOKENS, device="cpu", dtype=torch.float32)
+    mask[:, :, 1, 2], mask[:, :, :, 3], mask[1, :, 4, 0] = 1.5, float("-inf"), -0.7
+    every: list[tuple[str, str, dict[str, Any]]] = [
+        ("in eval mode", "", {}),
+        ("with attn_drop at 1", "attn_drop", {}),
+        ("with proj_drop at 1", "proj_drop", {}),
+    ]
+    if "attn_mask" in optional:
+        every.append(("with attn_mask", "", {"attn_mask": mask}))
+    if "is_causal" in optional:
+        every.append(("with is_causal", "", {"is_causal": True}))
+    return every
+
+
+def _compare(bare: Module, replacement: Callable[..., Tensor], dropped: str, arguments: dict[str, Any]) -> str:
+    features: int = bare.qkv.in_features  # type: ignore[assignment,union-attr]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(_BATCH, _TOKENS, features, generator=generator, device="cpu", dtype=torch.float32)
+    bare.train(bool(dropped))
+    for name, child in bare.named_children():
+        if isinstance(child, torch.nn.Dropout):
+            child.p = float(name == dropped)
+    state = _attributes(bare)
+    try:
+        expected = bare.forward(x.clone(), **arguments)
+    except Exception as error:
+        return f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    changed = [name for name, value in _attributes(bare).items() if state.get(name, state) is not value]
+    if changed:
+        return f"stored something in {', '.join(changed)}"
+    if not isinstance(expected, Tensor):
+        return f"gave a {type(expected).__name__}, not a tensor"
+    actual = replacement(bare, x, **arguments)
+    if expected.shape != actual.shape:
+        return f"gave shape {list(expected.shape)}, attention gives {list(actual.shape)}"
+    difference = float((expected - actual).abs().max())
+    size = max(1.0, float(expected.abs().max()))
+    return "" if difference <= _TOLERANCE * size else f"differs from attention by {difference / size:.2g} of its size"
+
+
+def _attributes(module: Module) -> dict[str, object]:
+    return {**module.__dict__, **module._buffers, "training": None}
+
+
+def _bare_copy(module: Module, generator: torch.Generator) -> Module:
+    """The module and its submodules without hooks, with new weights."""
+    bare = module.__class__.__new__(module.__class__)
+    plain = {name: value for name, value in module.__dict__.items() if name != "forward"}
+    bare.__dict__.update({**plain, **Module().__dict__, "training": False})
+    for name, parameter in module._parameters.items():
+        bare._parameters[name] = None if parameter is None else _random_parameter(parameter.shape, generator)
+    for name, buffer in module._buffers.items():
+        on_cpu = None if buffer is None else torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
+        bare._buffers[name] = on_cpu.float() if on_cpu is not None and on_cpu.is_floating_point() else on_cpu
+    for name, child in module._modules.items():
+        bare._modules[name] = None if child is None else _bare_copy(child, generator)
+    return bare
+
+
+def _random_parameter(shape: torch.Size, generator: torch.Generator) -> torch.nn.Parameter:
+    values = torch.empty(shape, device="cpu", dtype=torch.float32)
+    if len(shape) >= 2:
+        values.normal_(0, shape[-1] ** -0.5, generator=generator)  # keeps the size of activations
+    else:
+        values.uniform_(0.5, 1.5, generator=generator)
+    return torch.nn.Parameter(values, requires_grad=False)

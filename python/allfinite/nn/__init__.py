@@ -1,0 +1,6 @@
+"""Modules with the names, arguments and state dicts of ``torch.nn``, over the ops of this package."""
+
+from allfinite.nn.layer_norm import LayerNorm
+from allfinite.nn.multihead_attention import MultiheadAttention
+
+__all__ = ["LayerNorm", "MultiheadAttention"]
