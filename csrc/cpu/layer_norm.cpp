@@ -30,7 +30,8 @@ struct RowStats {
 // Below this, var + eps has lost bits to squares that underflowed (fp32: 2^-149, so 2^-120 keeps 29 bits).
 template <class A>
 constexpr double kSmallestVariance = std::is_same_v<A, float> ? 0x1p-120 : 0x1p-960;
-// From this mean on the deviations are multiples of a normal number: var may then be lost beside eps.
+// From this mean on the deviations are multiples of a normal number: var may then be lost beside eps. Beside an eps
+// of 1 and more, smaller rows are 0 in any case.
 template <class A>
 constexpr A kSmallestMean = std::is_same_v<A, float> ? A(0x1p-100f) : A(0x1p-900);
 template <class A>
@@ -116,8 +117,8 @@ RowStats<A> row_stats(const T* x, int64_t n, A scale, double eps, double& varian
   return {mean_hi, mean_lo, static_cast<A>(rstd), scale};
 }
 
-// A power of two that brings the largest magnitude of the row near 1; 1 where there is none or it is not
-// finite.
+// A power of two that brings the largest magnitude of the row near 1; 1 where there is none or one is not finite.
+// At most 2^126 (fp64: 2^1022), so that rstd stays normal beside any eps below 1.
 template <class A, class T>
 A rescue_scale(const T* x, int64_t n) {
   constexpr int w = kWidth<A>;
@@ -174,7 +175,7 @@ void forward_rows(const LayerNormForwardArgs& a) {
     T* y = static_cast<T*>(a.y) + row * a.n;
     double variance = 0;
     RowStats<A> stats = row_stats<A, T, false>(x, a.n, A(1), a.eps, variance);
-    const bool small_is_exact = __builtin_fabs(stats.mean_hi) >= kSmallestMean<A>;
+    const bool small_is_exact = __builtin_fabs(stats.mean_hi) >= kSmallestMean<A> || a.eps >= 1;
     const bool in_range =
         variance <= kLargestVariance<A> && (small_is_exact ? variance + a.eps : variance) >= kSmallestVariance<A>;
     const A scale = in_range ? A(1) : rescue_scale<A>(x, a.n);

@@ -9,9 +9,10 @@
 // double, so that the error does not grow with the number of rows (F3); one buffer a chunk, chunks added in
 // order (F5).
 //
-// Range: where g leaves [2^-60, 2^60] the row is done with dy and weight times powers of two, taken back in
-// the last multiplication; the mantissas are those of the plain path, so the result stays linear in dy bit
-// for bit (F4). Column sums that are not finite are done again in double. dx of a row with rstd = 0 is 0.
+// Range: where g leaves [2^-60, 2^60] the row is done with g times a power of two, made from the exponents of dy
+// and weight apart; powers of two are taken back in the rounding to the dtype. The mantissas are those of the plain
+// path, so the result stays linear in dy bit for bit (F4). Column sums that are not finite are done again in
+// double. dx of a row with rstd = 0 is 0.
 #include "cpu/layer_norm.h"
 #include "cpu/row_sum.h"
 #include "cpu/simd.h"
@@ -22,12 +23,6 @@ namespace {
 
 constexpr int kLanes = 2;
 constexpr int64_t kFlushRows = 8;
-
-template <class A>
-struct Scales {
-  A dy = 1, weight = 1;
-  double undo = 1;
-};
 
 template <class A>
 struct RowSums {
@@ -43,23 +38,40 @@ struct Row {
   int64_t n;
 };
 
-template <class A, class T, class W>
-ALLFINITE_INLINE void load_row(const Row<A, T, W>& row, int64_t i, int64_t count, const Scales<A>& scales, Vec<A>& dy,
-                               Vec<A>& g, Vec<A>& xhat) {
+// dy * weight * 2^-exponent, without leaving the range on the way.
+template <class A>
+A scaled_product(A dy, A weight, int exponent) {
+  int of_dy = 0, of_weight = 0;
+  const double factor = __builtin_frexp(static_cast<double>(dy), &of_dy);
+  const A product = static_cast<A>(factor * __builtin_frexp(static_cast<double>(weight), &of_weight));
+  return static_cast<A>(__builtin_ldexp(static_cast<double>(product), of_dy + of_weight - exponent));
+}
+
+// dy, g = dy * weight and xhat of `count` elements; 0 in the other lanes. kRescued: g times 2^-exponent.
+template <bool kRescued, class A, class T, class W>
+ALLFINITE_INLINE void load_row(const Row<A, T, W>& row, int64_t i, int64_t count, int exponent, Vec<A>& dy, Vec<A>& g,
+                               Vec<A>& xhat) {
   const bool full = count == kWidth<A>;
   const Vec<A> x = full ? load<A>(row.x + i) : load_partial<A>(row.x + i, count);
   dy = full ? load<A>(row.dy + i) : load_partial<A>(row.dy + i, count);
   xhat = ((x * row.stats[3] - row.stats[0]) - row.stats[1]) * row.stats[2];
-  g = dy * scales.dy;
-  if (row.weight) {
-    g *= (full ? load<A>(row.weight + i) : load_partial<A>(row.weight + i, count)) * scales.weight;
+  if (!full) {  // -mean * rstd may be infinite
+    xhat = first_lanes(xhat, count);
+  }
+  if constexpr (kRescued) {
+    g = Vec<A>{};
+    for (int64_t k = 0; k < count; ++k) {
+      g[k] = scaled_product<A>(dy[k], row.weight ? widen<A>(row.weight[i + k]) : A(1), exponent);
+    }
+  } else {
+    g = row.weight ? dy * (full ? load<A>(row.weight + i) : load_partial<A>(row.weight + i, count)) : dy;
   }
 }
 
 // Means of g and g * xhat, the largest |g|; with kColumns also adds dy * xhat and dy to the column
 // accumulators.
-template <bool kColumns, class A, class T, class W>
-RowSums<A> sum_row(const Row<A, T, W>& row, const Scales<A>& scales, A* columns) {
+template <bool kRescued, bool kColumns, class A, class T, class W>
+RowSums<A> sum_row(const Row<A, T, W>& row, int exponent, A* columns) {
   constexpr int w = kWidth<A>;
   constexpr int64_t block = kChain * kLanes * w;
   WideSum<A> total_g, total_gx;
@@ -69,7 +81,7 @@ RowSums<A> sum_row(const Row<A, T, W>& row, const Scales<A>& scales, A* columns)
     Vec<A> sum_g[kLanes] = {}, sum_gx[kLanes] = {};
     const auto step = [&](int u, int64_t i, int64_t count) {
       Vec<A> dy, g, xhat;
-      load_row(row, i, count, scales, dy, g, xhat);
+      load_row<kRescued>(row, i, count, exponent, dy, g, xhat);
       sum_g[u] += g;
       sum_gx[u] = fma(g, xhat, sum_gx[u]);
       largest = max(largest, abs(g));
@@ -102,46 +114,60 @@ RowSums<A> sum_row(const Row<A, T, W>& row, const Scales<A>& scales, A* columns)
 }
 
 template <class A, class T>
-A power_of_two_above(const T* p, int64_t n) {
-  A largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const A v = __builtin_fabs(widen<A>(p[i]));
-    largest = v > largest && v <= std::numeric_limits<A>::max() ? v : largest;
+bool all_zero(const T* p, int64_t n) {
+  Vec<A> nonzero = {};
+  for (int64_t i = 0; i < n; i += kWidth<A>) {
+    nonzero = max(nonzero, abs(n - i < kWidth<A> ? load_partial<A>(p + i, n - i) : load<A>(p + i)));
   }
-  int exponent = 0;
-  __builtin_frexp(static_cast<double>(largest), &exponent);
-  constexpr int kLimit = std::numeric_limits<A>::max_exponent - 2;
-  exponent = exponent > kLimit ? kLimit : exponent < -kLimit ? -kLimit : exponent;
-  return static_cast<A>(__builtin_ldexp(1.0, exponent));
+  return max_lanes<A>(nonzero) == 0;
 }
 
+// The exponent e for which the largest |dy * weight| * 2^-e is near 1; false where no product is finite and not 0.
 template <class A, class T, class W>
-Scales<A> rescue_scales(const Row<A, T, W>& row) {
-  const A dy = power_of_two_above<A>(row.dy, row.n);
-  const A weight = row.weight ? power_of_two_above<A>(row.weight, row.n) : A(1);
-  // Two factors of up to 2^1022 each in double: a product beyond its range could only belong to fp64 inputs,
-  // whose gradient is then beyond it as well.
-  return {1 / dy, 1 / weight, static_cast<double>(dy) * static_cast<double>(weight)};
+bool rescue_exponent(const Row<A, T, W>& row, int& exponent) {
+  if (all_zero<A>(row.dy, row.n) || (row.weight && all_zero<A>(row.weight, row.n))) {
+    return false;  // rows of padding and of masked losses: often, so quickly
+  }
+  bool found = false;
+  for (int64_t i = 0; i < row.n; ++i) {
+    const double dy = widen<double>(row.dy[i]), weight = row.weight ? widen<double>(row.weight[i]) : 1;
+    if (dy != 0 && weight != 0 && __builtin_isfinite(dy) && __builtin_isfinite(weight)) {
+      int of_dy = 0, of_weight = 0;
+      __builtin_frexp(dy, &of_dy);
+      __builtin_frexp(weight, &of_weight);
+      exponent = found && exponent > of_dy + of_weight ? exponent : of_dy + of_weight;
+      found = true;
+    }
+  }
+  return found;
 }
 
-template <class A, class T, class W>
-void input_gradient(const Row<A, T, W>& row, const Scales<A>& scales, const RowSums<A>& sums, T* dx) {
+template <bool kRescued, class A, class T, class W>
+void input_gradient(const Row<A, T, W>& row, int exponent, const RowSums<A>& sums, T* dx) {
   constexpr int w = kWidth<A>;
-  const A rstd = row.stats[2], scale = row.stats[3];
-  const bool plain = scales.undo == 1 && scale == 1;
-  const double undo = scales.undo * static_cast<double>(scale);
+  const A scale = row.stats[3];
+  const bool plain = !kRescued && scale == 1;
+  // Elsewhere mantissas are multiplied as in the plain path, and exponents added up, so that nothing leaves the range
+  // before the rounding to T.
+  int of_rstd = 0, of_scale = 1;
+  A factor = row.stats[2];
+  if (!plain) {
+    factor = static_cast<A>(__builtin_frexp(static_cast<double>(factor), &of_rstd));
+    __builtin_frexp(static_cast<double>(scale), &of_scale);  // a power of two: 0.5 * 2^of_scale
+  }
+  const int shift = exponent + of_rstd + of_scale - 1;
   for (int64_t i = 0; i < row.n; i += w) {
     const int64_t count = row.n - i < w ? row.n - i : w;
     Vec<A> dy, g, xhat;
-    load_row(row, i, count, scales, dy, g, xhat);
-    const Vec<A> d = fma(xhat, splat(-sums.mean_g_xhat), g - sums.mean_g) * rstd;
+    load_row<kRescued>(row, i, count, exponent, dy, g, xhat);
+    const Vec<A> d = fma(xhat, splat(-sums.mean_g_xhat), g - sums.mean_g) * factor;
     if (plain && count == w) {
       store(dx + i, d);
     } else if (plain) {
       store_partial(dx + i, d, count);
     } else {
-      for (int64_t k = 0; k < count; ++k) {  // exact in double; the only rounding is to T
-        dx[i + k] = narrow<T>(static_cast<double>(d[k]) * undo);
+      for (int64_t k = 0; k < count; ++k) {
+        dx[i + k] = narrow<T>(__builtin_ldexp(static_cast<double>(d[k]), shift));
       }
     }
   }
@@ -149,8 +175,7 @@ void input_gradient(const Row<A, T, W>& row, const Scales<A>& scales, const RowS
 
 template <class A, class T, class W>
 void backward_row(const Row<A, T, W>& row, T* dx, A* columns) {
-  Scales<A> scales;
-  RowSums<A> sums = columns ? sum_row<true>(row, scales, columns) : sum_row<false>(row, scales, columns);
+  RowSums<A> sums = columns ? sum_row<false, true>(row, 0, columns) : sum_row<false, false>(row, 0, columns);
   if (!dx) {
     return;
   }
@@ -161,11 +186,14 @@ void backward_row(const Row<A, T, W>& row, T* dx, A* columns) {
     return;
   }
   constexpr A kLargest = std::is_same_v<A, float> ? A(0x1p60f) : A(0x1p480);
-  if (!(sums.largest_g <= kLargest) || (sums.largest_g < 1 / kLargest)) {
-    scales = rescue_scales(row);
-    sums = sum_row<false>(row, scales, columns);
+  const bool in_range = sums.largest_g <= kLargest && sums.largest_g >= 1 / kLargest;
+  int exponent = 0;
+  if (!in_range && rescue_exponent(row, exponent)) {
+    sums = sum_row<true, false>(row, exponent, columns);
+    input_gradient<true>(row, exponent, sums, dx);
+  } else {
+    input_gradient<false>(row, 0, sums, dx);
   }
-  input_gradient(row, scales, sums, dx);
 }
 
 template <class A>
