@@ -98,6 +98,30 @@ def test_f1_huge_gradients_and_weights(x_scale, dy_scale, weight_scale):
         assert_within_one_ulp(actual[name], exact[name].value, terms, factor=2**-21)
 
 
+@pytest.mark.parametrize("n", [1, 3, 17, 33])
+def test_f1_lanes_beyond_a_constant_row(n):
+    """F1: mean * rstd of 1e39 is infinite in the lanes behind the row, which must not enter its sums as 0 * inf."""
+    x, weight, dy = torch.full((2, n), 1e24), torch.randn(n), torch.randn(2, n)
+    assert_layer_norm_accurate(x, (n,), weight, None, 1e-30, dy)
+
+
+def test_f1_small_rows_with_small_weights():
+    """F1: rstd of the rescued row times g underflows before the powers of two are taken back."""
+    x, weight, dy = torch.randn(4, 33) * 1e-37, torch.randn(33) * 1e-19, torch.randn(4, 33) + 10
+    exact = layer_norm_reference(x, (33,), weight, None, 1e-12, dy)["dx"]
+    assert_within_one_ulp(run_layer_norm(x, (33,), weight, None, 1e-12, dy)["dx"], exact.value, exact.terms, 2**-21)
+    assert exact.value.abs().max() > 1e-13
+
+
+def test_f1_weights_of_every_size_in_one_row():
+    """F1: scaling dy and weight by one power of two each would flush the small ones of a row."""
+    weight = torch.logspace(-30, 30, 60)
+    dy = torch.zeros(60, 60).fill_diagonal_(1.0).mul(torch.logspace(-8, 20, 60))
+    x = torch.randn(60, 60)
+    exact = layer_norm_reference(x, (60,), weight, None, 1e-5, dy)["dx"]
+    assert_within_one_ulp(run_layer_norm(x, (60,), weight, None, 1e-5, dy)["dx"], exact.value, exact.terms, 2**-21)
+
+
 def test_f1_gradient_sums_leave_the_range_and_come_back():
     """F1: partial column sums overflow fp32 (16-bit: fp16) although the total fits."""
     dy = torch.tensor([3e38, 3e38, -3e38, -3e38, 1e38]).unsqueeze(1).expand(5, 8).contiguous()

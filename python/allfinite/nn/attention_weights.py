@@ -20,7 +20,7 @@ def attend_with_weights(
         dropout_p: probability of leaving a weight out.
 
     Returns:
-        The output in value's dtype, and the weights ``(N, heads, L, S)``, after dropout, in float32 (float64 for float64).
+        The output in value's dtype, and the weights after dropout, ``(N, heads, L, S)``, in float32 (float64).
         A row that may attend to nothing has weights 0, output 0 and gradient 0. Keys and values that no row may attend
         to have no influence, whatever they hold.
     """
