@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.fake_torch import fake_torch
+
 ROOT = Path(__file__).parents[2]
 CMAKE = Path(sys.executable).with_name("cmake")
 
@@ -31,18 +33,6 @@ def refused(result: subprocess.CompletedProcess[str]) -> str:
     """The error text of a configuration that must have failed, on one line."""
     assert result.returncode != 0, result.stdout
     return " ".join(result.stderr.split())
-
-
-def fake_torch(root: Path, version: str, cuda_major: str = "") -> Path:
-    """A folder that looks like an installed torch to CMake: a version header and the names of its libraries."""
-    header = root / "include/torch/csrc/api/include/torch/version.h"
-    header.parent.mkdir(parents=True)
-    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
-    header.write_text("".join(f"#define TORCH_VERSION_{name} {number}\n" for name, number in numbers))
-    (root / "lib").mkdir()
-    if cuda_major:
-        (root / "lib/libc10_cuda.so").write_bytes(b"\0libcudart.so." + cuda_major.encode() + b"\0")
-    return root
 
 
 @pytest.mark.parametrize("flag", ["-ffast-math", "-Ofast", "-ffinite-math-only"])
