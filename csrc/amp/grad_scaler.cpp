@@ -6,8 +6,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <ostream>
-#include <sstream>
+#include <string>
 #include <utility>
 
 #include "allfinite/ops.h"
@@ -39,26 +38,22 @@ Tensor inverse_of(const Tensor& scale) {
   return scale.to(at::kDouble).reciprocal().to(at::kFloat);
 }
 
-std::string place_of(int64_t group, int64_t index, const std::string& name) {
-  std::ostringstream text;
-  text << "parameter group " << group << ", index " << index;
-  if (!name.empty()) {
-    text << " (" << name << ")";
-  }
-  return text.str();
-}
-
 Tensor times_scale(const Tensor& outputs, const Tensor& scale) {
   const auto dtype = outputs.scalar_type();
   const bool reduced = dtype == at::kHalf || dtype == at::kBFloat16;
   return (reduced ? outputs.to(at::kFloat) : outputs) * scale.to(outputs.device());
 }
 
+// Not to the CPU without waiting: the host would read before the copy has arrived.
+Tensor moved(const Tensor& t, const at::Device& device) {
+  return t.to(device, /*non_blocking=*/!device.is_cpu());
+}
+
 // {whether one of `found_inf` is set, scale}, with one wait for the device.
 std::pair<bool, double> read(const std::vector<Tensor>& found_inf, const Tensor& scale) {
   std::vector<Tensor> values{scale};
   for (const auto& found : found_inf) {
-    values.push_back(found.to(scale.device(), /*non_blocking=*/true));
+    values.push_back(moved(found, scale.device()));
   }
   const Tensor host = at::stack(values).cpu();
   const float* data = host.const_data_ptr<float>();
@@ -66,42 +61,6 @@ std::pair<bool, double> read(const std::vector<Tensor>& found_inf, const Tensor&
 }
 
 }  // namespace
-
-const char* to_string(StepStatus status) {
-  switch (status) {
-    case StepStatus::Stepped:
-      return "stepped";
-    case StepStatus::Skipped:
-      return "skipped";
-    default:
-      return "no_gradients";
-  }
-}
-
-const char* to_string(SkipReason reason) {
-  switch (reason) {
-    case SkipReason::Inf:
-      return "inf";
-    case SkipReason::NaN:
-      return "nan";
-    case SkipReason::AfterUnscale:
-      return "after_unscale";
-    default:
-      return "none";
-  }
-}
-
-std::ostream& operator<<(std::ostream& out, const StepResult& result) {
-  out << to_string(result.status);
-  if (result.status == StepStatus::Skipped) {
-    out << ": " << to_string(result.reason);
-    if (result.param_group >= 0) {
-      out << " in the gradient of " << place_of(result.param_group, result.param_index, result.param_name);
-    }
-    out << ", at scale " << result.scale;
-  }
-  return out;
-}
 
 GradScaler::GradScaler(const GradScalerOptions& options)
     : device_(options.device()),
@@ -318,7 +277,7 @@ void GradScaler::update() {
               "prior to update.");
   std::vector<Tensor> found_inf;
   for (const auto& found : iteration_->found_inf()) {
-    found_inf.push_back(found.to(scale_.device(), /*non_blocking=*/true));
+    found_inf.push_back(moved(found, scale_.device()));
   }
   if (!found_inf.empty()) {
     policy_.update_(scale_, growth_tracker_, at::stack(found_inf).sum());

@@ -13,7 +13,7 @@ from support.fake_torch import fake_torch
 
 SOURCE = Path(__file__).parents[1] / "consumer"
 CMAKE = Path(sys.executable).with_name("cmake")
-STEPS = 300
+STEPS = 100
 
 pytestmark = pytest.mark.skipif(not CMAKE.exists(), reason="needs cmake beside this python")
 

@@ -98,7 +98,8 @@ class ALLFINITE_API GradScaler {
   // and step will skip. max_norm: >= 0, infinity allowed; c10::ValueError.
   at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm);
 
-  // Unscales, if that was not done, and steps unless a gradient was non-finite then. Waits for the device once.
+  // Unscales, if that was not done, and steps unless a gradient was non-finite then. Waits for the device once;
+  // a skip more often, to find the parameter.
   // The first skip at min_scale warns. c10::Error: called twice since the last update.
   StepResult step(torch::optim::Optimizer& optimizer);
   // The same. A closure is c10::Error unless it is empty or the scaler disabled: it would run on scaled losses.
