@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "allfinite/ops.h"
+#include "amp/device_ops.h"
 #include "amp/gradients.h"
 #include "amp/iteration.h"
 
@@ -131,12 +131,14 @@ void GradScaler::unscale_gradients(Optimizer& optimizer, OptimizerRecord& record
     place_scale(gradients.front().values.device());
     const Tensor inv_scale = inverse_of(scale_);
     const bool look_first = scale_may_be_below_one();
+    const auto flag = at::TensorOptions().dtype(at::kFloat);
     std::vector<Tensor> found_inf, found_inf_scaled;
     for (const auto& [device, values] : by_device(gradients)) {
       if (look_first) {
-        found_inf_scaled.push_back(grad_stats(values).found_inf);
+        found_inf_scaled.push_back(at::zeros({}, flag.device(device)));
+        unscale_and_check_(values, found_inf_scaled.back(), at::ones({}, flag.device(device)));
       }
-      found_inf.push_back(at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(device)));
+      found_inf.push_back(at::zeros({}, flag.device(device)));
       unscale_and_check_(values, found_inf.back(), inv_scale.to(device));
     }
     store_coalesced(gradients);
@@ -184,7 +186,7 @@ Tensor GradScaler::clip_grad_norm_(Optimizer& optimizer, double max_norm) {
   }
   Tensor norm;
   for (const auto& entry : devices) {
-    const Tensor part = grad_stats(entry.values).norm;
+    const Tensor part = norm_of(entry.values);
     norm = norm.defined() ? at::hypot(norm, part.to(norm.device())) : part;
   }
   // torch's formula, and a factor of 1 where the norm says nothing.

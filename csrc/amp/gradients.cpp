@@ -5,9 +5,8 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <unordered_set>
 
-#include "allfinite/ops.h"
+#include "amp/device_ops.h"
 
 namespace allfinite::amp {
 
@@ -35,10 +34,6 @@ Gradient make_gradient(const Tensor& parameter, int64_t group, int64_t index) {
     result.values = sparse._values();
   }
   return result;
-}
-
-Tensor components(const Tensor& values) {
-  return values.is_complex() ? at::view_as_real(values.resolve_conj()) : values;
 }
 
 bool is_double(const Tensor& values) {
@@ -102,16 +97,17 @@ double largest_finite(const Tensor& values) {
 
 void multiply_(const DeviceGradients& gradients, const Tensor& factor) {
   const Tensor on_device = factor.to(gradients.device);
-  std::vector<Tensor> single;
-  std::unordered_set<const void*> done;
+  std::vector<Tensor> single, twice;
   for (const auto& values : gradients.values) {
-    if (!is_double(values)) {
-      single.push_back(values);
-    } else if (done.insert(values.const_data_ptr()).second) {
-      values.mul_(on_device);  // a float32 factor would flush to 0 for norms beyond 1e45
-    }
+    (is_double(values) ? twice : single).push_back(values);
   }
-  unscale_and_check_(single, at::zeros({}, on_device.options().dtype(at::kFloat)), on_device.to(at::kFloat));
+  for (const auto& values : distinct_memory(twice)) {
+    values.mul_(on_device);  // a float32 factor would flush to 0 for norms beyond 1e45
+  }
+  if (!single.empty()) {
+    const Tensor factor32 = on_device.to(at::kFloat);
+    unscale_and_check_(single, at::zeros_like(factor32), factor32);
+  }
 }
 
 }  // namespace allfinite::amp

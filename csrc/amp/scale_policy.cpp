@@ -1,13 +1,12 @@
 // ScalePolicy: the checks of its values, and the way to the op that holds the arithmetic.
 #include "allfinite/amp/scale_policy.h"
 
-#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>
 
-#include "allfinite/ops.h"
+#include "amp/device_ops.h"
 
 namespace allfinite::amp {
 
@@ -87,6 +86,10 @@ ScaleState ScalePolicy::next(const ScaleState& state, bool found_inf) const {
 }
 
 void ScalePolicy::update_(const Tensor& scale, const Tensor& growth_tracker, const Tensor& found_inf) const {
+  if (!scale.is_cpu()) {
+    fallback::update_scale_(scale, growth_tracker, found_inf, *this);
+    return;
+  }
   update_scale_(scale, growth_tracker, found_inf, growth_factor_, backoff_factor_, growth_interval_, min_scale_,
                 max_scale_);
 }
