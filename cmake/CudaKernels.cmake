@@ -8,6 +8,8 @@ file(GLOB cuda_kernels CONFIGURE_DEPENDS cuda/*.cu cuda/*/*.cu)
 add_library(allfinite_kernels_cuda OBJECT ${cuda_kernels})
 allfinite_compile_rules(allfinite_kernels_cuda)
 target_compile_features(allfinite_kernels_cuda PRIVATE cuda_std_17)
+# A fused multiply-add is written as fmaf(), so that every path of a kernel, and every instance of it, rounds alike.
+target_compile_options(allfinite_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)
 target_include_directories(allfinite_kernels_cuda PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 
 file(GLOB cuda_bindings CONFIGURE_DEPENDS csrc/ops/*_cuda.cpp csrc/ops/*/*_cuda.cpp)
