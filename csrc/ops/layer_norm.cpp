@@ -14,6 +14,7 @@
 #include "cpu/layer_norm.h"
 #include "ops/check.h"
 #include "ops/cpu_dtype.h"
+#include "ops/norm_affine.h"
 #include "ops/op.h"
 #include "ops/op_node.h"
 
@@ -153,21 +154,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor&, const Tensor& in
 
 // --- CPU
 // --------------------------------------------------------------------------------------------------------
-
-// Weight and bias in one dtype, contiguous: where they differ, the wider.
-struct Affine {
-  Affine(const Tensor& input, const OptionalTensor& w, const OptionalTensor& b) {
-    dtype = input.scalar_type();
-    if ((w && w->scalar_type() != dtype) || (b && b->scalar_type() != dtype)) {
-      dtype = at::kFloat;
-    }
-    weight = w ? w->to(dtype).contiguous() : Tensor();
-    bias = b ? b->to(dtype).contiguous() : Tensor();
-  }
-  static const void* pointer(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
-  Tensor weight, bias;
-  at::ScalarType dtype;
-};
 
 // At least 32 K elements to a thread, as torch's own grain size.
 int64_t grain_rows(int64_t n) {
