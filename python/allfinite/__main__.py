@@ -1,0 +1,7 @@
+"""Entry of `python -m allfinite`."""
+
+import sys
+
+from allfinite.cli import main
+
+sys.exit(main())

@@ -1,0 +1,154 @@
+"""Runs a job: one process a recipe, two at a time, watched through their logs; then the summary and the report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from . import layout, worker
+from .options import Job, OptionError
+from .progress import ProgressBoard
+from .report import write_report
+from .summary import read_run, write_summary
+from .table import print_results
+
+AT_A_TIME = 2
+_POLL_S = 0.1
+# A stopped process ends after the step it is in, or after the import of torch if it has only begun.
+_STOP_PATIENCE_S = 40.0
+# Half-precision products on a CPU are slow enough without threads that spin while they wait.
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+INTERRUPTED = 130
+
+
+class RunError(RuntimeError):
+    """A recipe's process failed; the text says which one and how."""
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, or a request to terminate."""
+
+
+def run_job(job: Job, console: Console) -> int:
+    """Trains the recipes of a job and writes its folder.
+
+    Args:
+        job: the checked job.
+        console: where the bars and the table go.
+
+    Returns:
+        The exit code: 0, or 130 if the run was interrupted; it can be resumed then.
+
+    Raises:
+        OptionError: the folder cannot be written.
+        RunError: a recipe's process failed.
+    """
+    directory = _prepare(job)
+    console.print(f"Run in {directory}: {', '.join(job.options.recipes)}; {AT_A_TIME} processes at a time.")
+    try:
+        with _signals_interrupt(), ProgressBoard(console, job.options) as board:
+            _run_processes(job, directory, board)
+    except Interrupted:
+        console.print(
+            f"Interrupted; the logs are whole. Go on with: python -m allfinite train --resume --out {directory}",
+            soft_wrap=True,
+        )
+        return INTERRUPTED
+    summary = write_summary(directory, job.options)
+    write_report(directory, read_run(directory, job.options), summary)
+    print_results(console, summary, read_run(directory, job.options))
+    console.print(f"Report: {layout.report(directory)}", soft_wrap=True)
+    return 0
+
+
+def _prepare(job: Job) -> Path:
+    directory = job.directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not job.resume:
+            job.options.save(directory)
+    except OSError as error:
+        raise OptionError(f"--out: expected a folder that can be written, but got {error}") from None
+    return directory
+
+
+def _run_processes(job: Job, directory: Path, board: ProgressBoard) -> None:
+    pending = list(job.options.recipes)
+    active: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        while pending or active:
+            while pending and len(active) < AT_A_TIME:
+                name = pending.pop(0)
+                active[name] = _start(directory, name)
+                board.begin(name)
+            time.sleep(_POLL_S)
+            board.update(directory)
+            for name in [name for name, process in active.items() if process.poll() is not None]:
+                _check(active.pop(name).returncode, directory, name)
+        board.update(directory)
+    finally:
+        _stop(active)
+
+
+def _start(directory: Path, name: str) -> subprocess.Popen[bytes]:
+    """A recipe's process in a session of its own, so that Ctrl-C reaches this process alone."""
+    with layout.errors(directory, name).open("wb") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", worker.__name__, str(directory.resolve()), name],
+            env={**os.environ, **_THREADS},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+
+
+def _check(code: int, directory: Path, name: str) -> None:
+    errors = layout.errors(directory, name)
+    text = errors.read_text(errors="replace").strip()
+    if code == worker.FINISHED:
+        if not text:
+            errors.unlink()
+        return
+    last_line = text.splitlines()[-1] if text else f"it ended with code {code}"
+    raise RunError(f"the process of recipe {name} failed: {last_line} (all of it is in {errors})")
+
+
+def _stop(active: dict[str, subprocess.Popen[bytes]]) -> None:
+    """Closes the pipe of each process, which asks it to end, and waits; kills what does not."""
+    for process in active.values():
+        assert process.stdin is not None
+        process.stdin.close()
+    deadline = time.monotonic() + _STOP_PATIENCE_S
+    for process in active.values():
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except (subprocess.TimeoutExpired, Interrupted):
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Turns SIGINT, SIGTERM and SIGHUP into `Interrupted` inside."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise Interrupted
+
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, interrupt) for number in watched}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

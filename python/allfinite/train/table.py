@@ -1,0 +1,63 @@
+"""Numbers and results for the terminal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .summary import RunLog
+
+
+def number(value: float | None) -> str:
+    """A short form: thousands grouped, small numbers with three digits, a dash for None."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}".replace(",", " ")
+    return f"{value:.3g}"
+
+
+def percent(value: float | None) -> str:
+    """A share as a percentage with one decimal; a dash for None."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def print_results(console: Console, summary: dict[str, Any], runs: list[RunLog]) -> None:
+    """The table of the job, then verdict and advice of each recipe.
+
+    Args:
+        console: where to print.
+        summary: content of `summary.json`.
+        runs: logs of its recipes, in the same order.
+    """
+    table = Table(title="What happened", title_justify="left")
+    columns = ("recipe", "lr", "first NaN", "died at", "lost steps", "scale", "largest logit", "past limit", "loss")
+    for column in (*columns, "accuracy", "seconds"):
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    for entry, run in zip(summary["recipes"], runs, strict=True):
+        steps = max(1, len(run.steps))
+        table.add_row(
+            entry["recipe"],
+            f"{entry['lr']:g}",
+            number(entry["first_nonfinite_step"]),
+            number(entry["died_at_step"]),
+            percent(entry["skipped_steps"] / steps),
+            number(entry["final_scale"]),
+            number(entry["largest_logit"]),
+            number(entry["logit_limit_step"]),
+            number(entry["loss"]),
+            percent(entry["accuracy"]),
+            number(entry["seconds"]),
+            style="red" if entry["died_at_step"] else None,
+        )
+    console.print(table)
+    for entry in summary["recipes"]:
+        console.print(Text.assemble((f"{entry['recipe']}: ", "bold"), f"{entry['verdict']} {entry['advice']}"))
+    for sentence in summary["comparison"]:
+        console.print(Text(sentence))
