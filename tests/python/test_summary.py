@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from support.runs import write_run
 
 from allfinite.train import layout
 from allfinite.train.options import Options
 from allfinite.train.summary import read_run, write_summary
+from support.runs import write_run
 
 FIELDS = [
     "recipe",

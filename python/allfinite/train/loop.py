@@ -92,7 +92,8 @@ class Trainer:
             underflow = underflow_share(self.model.parameters(), self.dtype)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        skipped, value = self.updates == updates, loss.detach().item()
+        skipped = self.updates == updates
+        value = float(loss.detach())
         self.nonfinite_streak = 0 if math.isfinite(value) else self.nonfinite_streak + 1
         event: Event = {
             "event": "step",

@@ -28,7 +28,7 @@ class EagerAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.attn_drop = nn.Dropout(0.0)
         self.proj = nn.Linear(dim, dim)
-        self.proj_drop = nn.Dropout(recipe.DROPOUT)
+        self.proj_drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention over the tokens: (batch, tokens, dim) to the same shape."""
@@ -63,9 +63,7 @@ class Block(nn.Module):
         self.attn = attention
         self.norm2 = nn.LayerNorm(dim)
         hidden = recipe.MLP_RATIO * dim
-        self.mlp = nn.Sequential(
-            nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim), nn.Dropout(recipe.DROPOUT)
-        )
+        self.mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, tokens, dim) to the same shape."""

@@ -120,9 +120,9 @@ def write_plots(directory: Path, runs: list[RunLog]) -> list[Plot]:
         The pictures, in the order of the report.
     """
     for plot in PLOTS:
-        figure = Figure(figsize=(8, 3.8), dpi=144, layout="constrained")
+        figure = Figure(figsize=(8, 3.8), dpi=128)
         FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+        axes = figure.add_axes((0.095, 0.14, 0.885, 0.74))
         plot.draw(axes, runs)
         _style(axes, plot.title)
         figure.savefig(directory / plot.file)

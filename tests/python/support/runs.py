@@ -31,7 +31,9 @@ def write_run(directory: Path) -> Options:
                 log.write(_step(name, step, peak))
             dead = name == "stock"
             scale = 2.0**-4 if dead else 65536.0
-            log.write({"event": "end", "died": dead, "scale": scale, "accuracy": 0.5 if dead else 0.975, "seconds": 9.0})
+            log.write(
+                {"event": "end", "died": dead, "scale": scale, "accuracy": 0.5 if dead else 0.975, "seconds": 9.0}
+            )
     return options
 
 
