@@ -52,7 +52,8 @@ def run(parsed: argparse.Namespace) -> int:
         from allfinite.train.run import RunError, run_job
 
         try:
-            return run_job(job, Console())
+            # Without a terminal there is no width to keep to, and the table needs this one.
+            return run_job(job, Console(width=None if sys.stdout.isatty() else 120))
         except RunError as error:
             print(f"allfinite train: {error}", file=sys.stderr)
             return FAILED

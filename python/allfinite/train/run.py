@@ -54,21 +54,27 @@ def run_job(job: Job, console: Console) -> int:
         RunError: a recipe's process failed.
     """
     directory = _prepare(job)
-    console.print(f"Run in {directory}: {', '.join(job.options.recipes)}; {AT_A_TIME} processes at a time.")
+    _say(console, f"Run in {directory}: {', '.join(job.options.recipes)}; {AT_A_TIME} processes at a time.")
     try:
         with _signals_interrupt(), ProgressBoard(console, job.options) as board:
             _run_processes(job, directory, board)
     except Interrupted:
-        console.print(
+        _say(
+            console,
             f"Interrupted; the logs are whole. Go on with: python -m allfinite train --resume --out {directory}",
-            soft_wrap=True,
         )
         return INTERRUPTED
     summary = write_summary(directory, job.options)
-    write_report(directory, read_run(directory, job.options), summary)
-    print_results(console, summary, read_run(directory, job.options))
-    console.print(f"Report: {layout.report(directory)}", soft_wrap=True)
+    runs = read_run(directory, job.options)
+    write_report(directory, runs, summary)
+    print_results(console, summary, runs)
+    _say(console, f"Report: {layout.report(directory)}")
     return 0
+
+
+def _say(console: Console, text: str) -> None:
+    """Prints as it is: a folder's name is no markup, and is not broken into lines."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _prepare(job: Job) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,13 +14,13 @@ from .summary import RunLog
 
 
 def number(value: float | None) -> str:
-    """A short form: thousands grouped, small numbers with three digits, a dash for None."""
+    """A short form: no decimals from 1000 on, three digits below, a dash for None."""
     if value is None:
         return "-"
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= 1000:
-        return f"{value:,.0f}".replace(",", " ")
+        return f"{value:.0f}"
     return f"{value:.3g}"
 
 
@@ -36,9 +37,9 @@ def print_results(console: Console, summary: dict[str, Any], runs: list[RunLog])
         summary: content of `summary.json`.
         runs: logs of its recipes, in the same order.
     """
-    table = Table(title="What happened", title_justify="left")
-    columns = ("recipe", "lr", "first NaN", "died at", "lost steps", "scale", "largest logit", "past limit", "loss")
-    for column in (*columns, "accuracy", "seconds"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = ("recipe", "lr", "NaN at", "died at", "lost", "scale", "logit", "past limit", "loss", "accuracy", "time")
+    for column in columns:
         table.add_column(column, justify="left" if column == "recipe" else "right")
     for entry, run in zip(summary["recipes"], runs, strict=True):
         steps = max(1, len(run.steps))
@@ -53,11 +54,13 @@ def print_results(console: Console, summary: dict[str, Any], runs: list[RunLog])
             number(entry["logit_limit_step"]),
             number(entry["loss"]),
             percent(entry["accuracy"]),
-            number(entry["seconds"]),
+            "-" if entry["seconds"] is None else f"{entry['seconds']:.0f} s",
             style="red" if entry["died_at_step"] else None,
         )
     console.print(table)
     for entry in summary["recipes"]:
-        console.print(Text.assemble((f"{entry['recipe']}: ", "bold"), f"{entry['verdict']} {entry['advice']}"))
-    for sentence in summary["comparison"]:
-        console.print(Text(sentence))
+        verdict = Text.assemble((f"{entry['recipe']}: ", "bold"), entry["verdict"])
+        if entry["advice"]:
+            verdict.append(f" {entry['advice']}", "italic")
+        console.print(verdict)
+    console.print(Text(" ".join(summary["comparison"])))
