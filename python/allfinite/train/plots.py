@@ -57,11 +57,11 @@ def _draw_logit(axes: Axes, runs: list[RunLog]) -> None:
         axes.axhline(limit, color=_INK, linewidth=1, linestyle=(0, (5, 3)))
         axes.annotate(
             f"{limit:.0f}: the largest number of fp16",
-            (0.995, limit),
+            (0.01, limit),
             xycoords=axes.get_yaxis_transform(),
             xytext=(0, 4),
             textcoords="offset points",
-            ha="right",
+            ha="left",
             color=_INK,
             fontsize=9,
         )

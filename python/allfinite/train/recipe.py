@@ -9,7 +9,7 @@ from typing import Literal
 # rate, ten times too high: the attention logits then grow past what fp16 can store.
 PATCH = 4
 DIM = 192
-HEADS = 3
+HEADS = 1
 DEPTH = 1
 MLP_RATIO = 1
 BATCH = 64

@@ -46,7 +46,7 @@ def write_report(directory: Path, runs: list[RunLog], summary: dict[str, Any]) -
 
 def _setting() -> str:
     return (
-        f"A ViT of depth {recipe.DEPTH}, width {recipe.DIM}, {recipe.HEADS} heads, MLP ratio {recipe.MLP_RATIO}, "
+        f"A ViT of depth {recipe.DEPTH}, width {recipe.DIM}, heads: {recipe.HEADS}, MLP ratio {recipe.MLP_RATIO}, "
         f"{recipe.PATCH} x {recipe.PATCH} patches, on the 8 x 8 digits of scikit-learn; AdamW, weight decay "
         f"{recipe.WEIGHT_DECAY}, batch {recipe.BATCH}, label smoothing {recipe.LABEL_SMOOTHING}."
     )

@@ -63,4 +63,5 @@ def print_results(console: Console, summary: dict[str, Any], runs: list[RunLog])
         if entry["advice"]:
             verdict.append(f" {entry['advice']}", "italic")
         console.print(verdict)
-    console.print(Text(" ".join(summary["comparison"])))
+    if summary["comparison"]:
+        console.print(Text(" ".join(summary["comparison"])))
