@@ -7,8 +7,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import allfinite
+import allfinite._C
 from support.bounds import assert_same_bits
 from support.vit import EagerAttention, FusedAttention, ViT, randomized
 
@@ -262,6 +264,17 @@ def test_meta_and_other_devices():
         model = ViT()
     assert len(allfinite.convert(model).swapped) == 2 * 3 + 1
     assert model(torch.randn(2, 4, 32, device="meta")).shape == (2, 5)
+
+
+def test_a_device_without_kernels_is_named():
+    """On a device that this build has no kernel for, a swapped module would raise at its first call."""
+    with FakeTensorMode():
+        model = nn.LayerNorm(4, device="cuda")
+        report = allfinite.convert(model)
+    if allfinite._C.cuda_built():
+        assert swapped_names(report) == {""}
+    else:
+        assert [left.reason for left in report.left] == ["it is on cuda, for which this build has no kernel"]
 
 
 def test_a_compiled_model_notices():
