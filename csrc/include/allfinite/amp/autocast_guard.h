@@ -27,8 +27,8 @@ namespace allfinite::amp {
 //
 // enabled = false makes a region that runs in the inputs' dtype inside one that autocasts.
 //
-// cache_enabled: absent, the current setting, but off where gradients are off: in torch 2.9 and 2.10 a weight that was
-// cast there has no gradient, and a later forward that needs one would get that copy.
+// cache_enabled: absent, the current setting, but off where gradients are off: in older torch versions a weight that
+// was cast there has no gradient, and a later forward that needs one would get that copy.
 class ALLFINITE_API AutocastGuard {
  public:
   explicit AutocastGuard(c10::DeviceType device, std::optional<c10::ScalarType> dtype = {}, bool enabled = true,
