@@ -105,8 +105,9 @@ class Shapes {
       fits = one || mask.sym_size(d) == full[d];
       batched |= !one && d < inner_rank_ - 3;
     }
-    TORCH_CHECK_VALUE(fits, kOp, ": expected attn_mask to broadcast to ", output_shape(rank_, k_.sym_size(-2)),
-                      ", but got ", given.sym_sizes());
+    const SymShape expected = output_shape(rank_, k_.sym_size(-2));
+    TORCH_CHECK_VALUE(fits, kOp, ": expected attn_mask to broadcast to ", c10::SymIntArrayRef(expected), ", but got ",
+                      given.sym_sizes());
     if (inner_rank_ == 4 || !batched) {
       return mask.flatten(0, inner_rank_ - 4);
     }
