@@ -84,7 +84,7 @@ def test_limping_run_is_not_called_finite() -> None:
 
 def test_overgrown_run_says_when_how_far_and_why() -> None:
     judged = judge(OVERGROWN, [OVERGROWN])
-    assert "passed 65504 at step 33 and still grow: 120000 at step 60" in judged.verdict
+    assert "passed 65504 at step 33 and still grow from there, to 120000 at step 60" in judged.verdict
     assert "learning rate of 0.03 is the cause" in judged.verdict
     assert "grew by 2000 a step while it was at its peak, and by 0 a step while it decayed" in judged.verdict
     assert "0.003" in judged.advice

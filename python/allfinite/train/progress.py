@@ -13,6 +13,7 @@ from rich.text import Text
 from . import layout
 from .log import Event, decode
 from .options import Options
+from .recipe import DEATH_STREAK
 from .table import number
 
 # Where there is no terminal to draw bars in, a line is printed this many times a recipe.
@@ -55,6 +56,7 @@ class ProgressBoard:
         self._tails: dict[str, LogTail] = {}
         self._told: set[tuple[str, str]] = set()
         self._lost = dict.fromkeys(options.recipes, 0)
+        self._last_step = dict.fromkeys(options.recipes, 0)
         self._progress = Progress(
             TextColumn("[bold]{task.description:<9}"),
             BarColumn(bar_width=28),
@@ -95,6 +97,14 @@ class ProgressBoard:
             self._show_step(name, event)
         elif event["event"] == "end":
             state = "died" if event["died"] else f"accuracy {100 * event['accuracy']:.1f} %"
+            if event["died"]:
+                step, lost = self._last_step[name], self._lost[name]
+                self._tell(
+                    name,
+                    "death",
+                    f"step {step}: dead after {DEATH_STREAK} losses in a row that are not finite; "
+                    f"{100 * lost / step:.1f} % of its steps lost",
+                )
             self._progress.update(self._tasks[name], state=state)
             self._progress.stop_task(self._tasks[name])
 
@@ -102,6 +112,7 @@ class ProgressBoard:
         step, loss, logit = event["step"], event["loss"], event["logit"]
         state = f"loss {number(loss)}  logit {number(logit)}  scale {number(event['scale'])}"
         self._progress.update(self._tasks[name], completed=step, state=state)
+        self._last_step[name] = step
         self._lost[name] += event["skipped"]
         if not math.isfinite(loss):
             self._tell(name, "nonfinite", f"step {step}: first loss that is not finite (largest logit {number(logit)})")

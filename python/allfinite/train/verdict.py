@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 FP16_MAX = 65504.0
-# Logits "still grow" if, after they passed the limit, they reached a peak this much higher.
+# Logits "still grow" if, after they passed the limit, they reached a peak this much above it.
 _GROWTH_MARGIN = 1.1
 # The learning rate is named as the cause if the growth at full rate is this much faster than while it decays.
 _RATE_CONTRAST = 2.0
@@ -172,7 +172,7 @@ def _judge_overgrown(m: Measured, others: list[Measured]) -> Judgement:
         f"at step {m.logit_limit_step}"
     )
     if m.largest_logit > _GROWTH_MARGIN * m.limit:
-        text += f" and still grow: {_number(m.largest_logit)} at step {m.peak_step}."
+        text += f" and still grow from there, to {_number(m.largest_logit)} at step {m.peak_step}."
     else:
         text += f", and stayed near it: {_number(m.largest_logit)} at most."
     return Judgement(f"{text} {_cause(m, others)}", _slower(m))
