@@ -143,5 +143,11 @@ def test_comparison_says_whether_torchs_own_op_survives(survives: bool) -> None:
     assert "kept loss scale 16384 and 65536, gradient elements that underflowed 12.5 % and 1.0 %" in text
 
 
+def test_comparison_does_not_credit_torchs_op_with_logits_that_stayed_in_range() -> None:
+    text = " ".join(compare([dataclasses.replace(HEALTHY, recipe="sdpa")]))
+    assert "survives" not in text
+    assert "its logits stayed in range, at most 109" in text
+
+
 def test_comparison_of_one_run_is_empty() -> None:
     assert compare([HEALTHY]) == []

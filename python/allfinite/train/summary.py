@@ -133,7 +133,7 @@ def write_summary(directory: Path, options: Options) -> dict[str, Any]:
     summary = {
         "recipes": [summarize(run, runs) for run in runs],
         "comparison": verdict.compare([run.measured for run in runs]),
-        "options": {"device": options.device, "dtype": options.dtype, "steps": options.steps, "lr": options.lr},
+        "options": {name: getattr(options, name) for name in ("device", "dtype", "steps", "lr", "seed")},
         "environment": environment(),
     }
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

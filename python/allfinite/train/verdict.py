@@ -111,14 +111,18 @@ def compare(job: list[Measured]) -> list[str]:
     by_name = {m.recipe: m for m in job if m.finished}
     sentences = []
     sdpa, safe = by_name.get("sdpa"), by_name.get("allfinite")
-    if sdpa and sdpa.nonfinite_steps == 0:
+    if sdpa and sdpa.nonfinite_steps:
+        step = sdpa.first_nonfinite_step
+        sentences.append(f"torch's own scaled_dot_product_attention goes non-finite at step {step}.")
+    elif sdpa and sdpa.logit_limit_step is not None:
         sentences.append(
-            "torch's own scaled_dot_product_attention survives here as well: it never stores the logits in "
-            f"{sdpa.dtype}."
+            f"torch's own scaled_dot_product_attention survives here as well, with logits up to "
+            f"{_number(sdpa.largest_logit)}: it does not store them in {sdpa.dtype}."
         )
     elif sdpa:
         sentences.append(
-            f"torch's own scaled_dot_product_attention goes non-finite at step {sdpa.first_nonfinite_step}."
+            f"torch's own scaled_dot_product_attention stays finite here; its logits stayed in range, at most "
+            f"{_number(sdpa.largest_logit)}."
         )
     if sdpa and safe:
         sentences.append(
