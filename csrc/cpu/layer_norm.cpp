@@ -113,7 +113,10 @@ RowStats<A> row_stats(const T* x, int64_t n, A scale, double eps, double& varian
   }
   variance = squares < 0 ? 0 : squares / static_cast<double>(n);  // written so that NaN stays NaN
   const double total = variance + eps * static_cast<double>(scale) * static_cast<double>(scale);
-  const double rstd = total == 0 ? 0 : 1 / __builtin_sqrt(total);
+  // Beyond A only for a constant row with an eps below 2^-254; its xhat must be 0, not 0 * inf.
+  constexpr double kLargestRstd = std::numeric_limits<A>::max();
+  const double exact = total == 0 ? 0 : 1 / __builtin_sqrt(total);
+  const double rstd = exact > kLargestRstd ? kLargestRstd : exact;
   return {mean_hi, mean_lo, static_cast<A>(rstd), scale};
 }
 
