@@ -57,11 +57,11 @@ def _draw_logit(axes: Axes, runs: list[RunLog]) -> None:
         axes.axhline(limit, color=_INK, linewidth=1, linestyle=(0, (5, 3)))
         axes.annotate(
             f"{limit:.0f}: the largest number of fp16",
-            (0.01, limit),
+            (0.995, limit),
             xycoords=axes.get_yaxis_transform(),
-            xytext=(0, 4),
+            xytext=(0, -13),
             textcoords="offset points",
-            ha="left",
+            ha="right",
             color=_INK,
             fontsize=9,
         )
@@ -103,7 +103,8 @@ PLOTS = (
     Plot(
         "underflow.png",
         "Underflowed gradients",
-        "Share of the scaled gradient's elements that are zero or below the smallest normal number of the dtype.",
+        "Share of the scaled gradient's elements that are zero or below the smallest normal number of the dtype. A "
+        "softmax that picks a single token gives q and k a gradient of exactly zero, which counts as well.",
         _draw_underflow,
     ),
 )
