@@ -52,3 +52,13 @@ def test_tail_survives_the_cut_of_a_resumed_log(tmp_path: Path) -> None:
     assert tail.read() == []
     path.write_bytes(b"".join(lines))
     assert [event["step"] for event in tail.read()] == [4]
+
+
+def test_tail_passes_over_a_piece_of_a_line(tmp_path: Path) -> None:
+    """After the cut, another build may write lines of another length; the display must not end the job."""
+    path = layout.log(tmp_path, "stock")
+    path.write_bytes(b'{"event": "step", "step": 1}\n')
+    tail = LogTail(path)
+    tail.read()
+    path.write_bytes(b'{"event": "start", "torch": "a longer line"}\n{"event": "step", "step": 2}\n')
+    assert [event["step"] for event in tail.read()] == [2]

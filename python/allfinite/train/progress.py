@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,8 @@ _PLAIN_LINES = 6
 class LogTail:
     """The events that a log gained since the last look.
 
-    A resumed run first cuts the log and then writes the same bytes again, so the place reached stays right.
+    A resumed run first cuts the log and then writes the same bytes again, so the place reached stays right; where it
+    does not (another build writes other bytes), a piece of a line is passed over.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,7 +41,11 @@ class LogTail:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [decode(line) for line in whole.splitlines()]
+        events = []
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                events.append(decode(line))
+        return events
 
 
 class ProgressBoard:

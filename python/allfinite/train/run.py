@@ -56,20 +56,25 @@ def run_job(job: Job, console: Console) -> int:
     directory = _prepare(job)
     _say(console, f"Run in {directory}: {', '.join(job.options.recipes)}; {AT_A_TIME} processes at a time.")
     try:
-        with _signals_interrupt(), ProgressBoard(console, job.options) as board:
-            _run_processes(job, directory, board)
+        with _signals_interrupt():
+            with ProgressBoard(console, job.options) as board:
+                _run_processes(job, directory, board)
+            _write_results(job, directory, console)
     except Interrupted:
         _say(
             console,
             f"Interrupted; the logs are whole. Go on with: python -m allfinite train --resume --out {directory}",
         )
         return INTERRUPTED
+    return 0
+
+
+def _write_results(job: Job, directory: Path, console: Console) -> None:
     summary = write_summary(directory, job.options)
     runs = read_run(directory, job.options)
     write_report(directory, runs, summary)
     print_results(console, summary, runs)
     _say(console, f"Report: {layout.report(directory)}")
-    return 0
 
 
 def _say(console: Console, text: str) -> None:
