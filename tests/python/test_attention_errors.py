@@ -119,3 +119,12 @@ def test_refused_before_the_generator_moves():
     with pytest.raises(ValueError, match="broadcast"):
         allfinite.scaled_dot_product_attention(Q, K, K, torch.zeros(5, 6), dropout_p=0.5)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    """A nested tensor, whose sizes cannot be asked for: refused by name."""
+    nested = torch.nested.nested_tensor([Q[0, 0]])
+    with pytest.raises(NotImplementedError) as caught:
+        allfinite.scaled_dot_product_attention(nested, K, K)
+    assert str(caught.value).split("\n")[0] == PREFIX + "expected query to be a dense tensor, but got a nested one"

@@ -146,6 +146,7 @@ def test_double_backward_is_refused_by_name():
         dq.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_mode_is_refused_by_name():
     """A tangent must not become zero in silence."""
     q = torch.randn(2, 5, 4)

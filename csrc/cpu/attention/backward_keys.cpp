@@ -34,9 +34,9 @@ class BackwardKeys {
     const int64_t tiles = round_up(p_.keys, kAttentionKeys) / kAttentionKeys;
     const int64_t tile = index % tiles, slice = index / tiles, group = p_.heads / p_.kv_heads;
     const int64_t batch = slice / p_.kv_heads, first_head = slice % p_.kv_heads * group;
-    for (A* sum = key_sums_; sum < row_; ++sum) {
-      *sum = 0;
-    }
+    const int64_t rows_used = round_up(scores().keys_in(tile), kAttentionRowAlign);
+    clear(key_sums_, rows_used * p_.query.padded_columns);
+    clear(value_sums_, rows_used * p_.grad.padded_columns);
     const Exponents exponents = largest_exponents(batch, first_head, group);
     for (int64_t head = first_head; head < first_head + group; ++head) {
       for (int64_t row = 0; row < p_.queries; row += kAttentionRows) {
@@ -101,6 +101,12 @@ class BackwardKeys {
     }
     if (args_.grad_key) {
       add_rows(t, tile, part_.gradients, p_.query, args_.query, key_sums_);
+    }
+  }
+
+  static void clear(A* sums, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      sums[i] = 0;
     }
   }
 

@@ -29,7 +29,7 @@ class Forward {
     const int64_t tiles = round_up(p_.queries, kAttentionRows) / kAttentionRows;
     RowTile t{index / tiles / p_.heads, index / tiles % p_.heads, index % tiles * kAttentionRows, 0};
     t.rows = smaller(kAttentionRows, p_.queries - t.row);
-    for (int64_t i = 0; i < kAttentionRows * columns_; ++i) {
+    for (int64_t i = 0; i < round_up(t.rows, kAttentionRowAlign) * columns_; ++i) {
       sums_[i] = 0;
     }
     for (int64_t r = 0; r < kAttentionRows; ++r) {

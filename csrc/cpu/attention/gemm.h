@@ -1,8 +1,9 @@
 // Products of small matrices from packed buffers: C = A B, or C = keep * C + A B, one register block at a time.
 //
-// Each element of C is one chain of fused multiply-adds over k in order, whatever the block it falls in: the bits of a
-// row depend neither on the other rows nor on the number of columns (F5). Rows and columns are rounded up to whole
-// blocks; what the padding holds reaches only padding.
+// Each element of C is a sum over k in order, whatever the block it falls in: chains of kChain fused multiply-adds,
+// added up, then added to C. So its bits depend neither on the other rows nor on the number of columns (F5), and its
+// error grows with the square root of kChain, not of the depth. Rows and columns are rounded up to whole blocks; what
+// the padding holds reaches only padding.
 #pragma once
 #include "cpu/simd.h"
 
@@ -14,6 +15,8 @@ constexpr int kBlockRows = 6, kBlockVectors = 4;  // 24 of 32 registers accumula
 #else
 constexpr int kBlockRows = 4, kBlockVectors = 2;  // 8 of 16
 #endif
+
+constexpr int64_t kChain = 16;
 
 template <class A>
 struct Product {
@@ -31,21 +34,32 @@ enum class Into { kOverwrite, kAdd, kKeepAndAdd };
 template <class A, Into kInto, int kVectors>
 ALLFINITE_INLINE void product_block(const Product<A>& p, int64_t row, int64_t column, const A* keep) {
   constexpr int w = kWidth<A>;
-  Vec<A> sum[kBlockRows][kVectors] = {};
+  Vec<A> total[kBlockRows][kVectors] = {};
   const A* a = p.a + row * p.a_row;
   const A* b = p.b + column;
-  for (int64_t k = 0; k < p.depth; ++k, a += p.a_k, b += p.b_row) {
-    Vec<A> right[kVectors];
+  for (int64_t start = 0; start < p.depth; start += kChain) {
+    const int64_t stop = start + kChain < p.depth ? start + kChain : p.depth;
+    Vec<A> sum[kBlockRows][kVectors] = {};
+    for (int64_t k = start; k < stop; ++k, a += p.a_k, b += p.b_row) {
+      Vec<A> right[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      right[v] = load<A>(b + v * w);
+      for (int v = 0; v < kVectors; ++v) {
+        right[v] = load<A>(b + v * w);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < kBlockRows; ++r) {
+        const Vec<A> left = splat(a[r * p.a_row]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          sum[r][v] = fma(left, right[v], sum[r][v]);
+        }
+      }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kBlockRows; ++r) {
-      const Vec<A> left = splat(a[r * p.a_row]);
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = fma(left, right[v], sum[r][v]);
+        total[r][v] += sum[r][v];
       }
     }
   }
@@ -55,11 +69,11 @@ ALLFINITE_INLINE void product_block(const Product<A>& p, int64_t row, int64_t co
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       if constexpr (kInto == Into::kOverwrite) {
-        store(c + v * w, sum[r][v]);
+        store(c + v * w, total[r][v]);
       } else if constexpr (kInto == Into::kAdd) {
-        store(c + v * w, load<A>(c + v * w) + sum[r][v]);
+        store(c + v * w, load<A>(c + v * w) + total[r][v]);
       } else {
-        store(c + v * w, fma(load<A>(c + v * w), splat(keep[row + r]), sum[r][v]));
+        store(c + v * w, fma(load<A>(c + v * w), splat(keep[row + r]), total[r][v]));
       }
     }
   }

@@ -128,12 +128,29 @@ class Packer {
     const A factor = power_of_two<A>(-exponent);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       A* to = static_cast<A*>(packed_.transposed) + (index * tiles + tile) * columns * width;
-      for (int64_t key = 0; key < width; ++key) {
-        const int64_t row = tile * kAttentionKeys + key;
-        const T* from = source_ + row * args_.source.row;
-        for (int64_t i = 0; i < columns; ++i) {
-          to[i * width + key] = row < packed_.rows ? widen<A>(from[i]) * factor : A(0);
+      for (int64_t key = 0; key < width; key += kAttentionColumnAlign) {
+        for (int64_t i = 0; i < columns; i += kAttentionColumnAlign) {
+          transpose_square(tile * kAttentionKeys + key, i, factor, to + i * width + key);
         }
+      }
+    }
+  }
+
+  // 16 keys times 16 columns, so that whole cache lines are written; keys beyond the last are zeros.
+  void transpose_square(int64_t row, int64_t column, A factor, A* to) {
+    constexpr int64_t n = kAttentionColumnAlign;
+    const int64_t columns = packed_.columns - column < n ? packed_.columns - column : n;
+    A square[n][n];
+    for (int64_t key = 0; key < n; ++key) {
+      for (int64_t i = 0; i < n; i += kWidth<A>) {
+        const T* from = source_ + (row + key) * args_.source.row + column + i;
+        const int64_t count = row + key < packed_.rows ? columns - i : 0;
+        store(square[key] + i, (count < kWidth<A> ? load_partial<A>(from, count) : load<A>(from)) * factor);
+      }
+    }
+    for (int64_t i = 0; i < columns; ++i) {
+      for (int64_t key = 0; key < n; ++key) {
+        to[i * packed_.tile_width + key] = square[key][i];
       }
     }
   }

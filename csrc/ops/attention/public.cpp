@@ -25,6 +25,8 @@ using Window = at::OptionalIntArrayRef;
 void check_tensors(const Tensor& query, const Tensor& key, const Tensor& value) {
   const std::pair<const char*, const Tensor&> named[] = {{"query", query}, {"key", key}, {"value", value}};
   for (const auto& [name, t] : named) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!t.is_nested(), kOp, ": expected ", name,
+                                " to be a dense tensor, but got a nested one");
     check::strided(kOp, name, t);
     check::floating(kOp, name, t);
     check::same_device(kOp, name, t, "query", query);
