@@ -180,8 +180,12 @@ void backward_row(const Row<A, T, W>& row, T* dx, A* columns) {
     return;
   }
   if (row.stats[2] == 0) {
+    A nothing = 0;  // or NaN, if anything that takes part is not finite (F2)
     for (int64_t i = 0; i < row.n; ++i) {
-      dx[i] = narrow<T>(A(0));
+      nothing += widen<A>(row.dy[i]) * A(0) + (row.weight ? widen<A>(row.weight[i]) * A(0) : A(0));
+    }
+    for (int64_t i = 0; i < row.n; ++i) {
+      dx[i] = narrow<T>(nothing);
     }
     return;
   }

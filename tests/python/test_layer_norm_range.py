@@ -206,6 +206,16 @@ def test_f2_bad_parameter_shows_in_its_column(name):
     assert y[:, [i for i in range(20) if i != 11]].isfinite().all()
 
 
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_f2_non_finite_gradient_of_a_constant_row_shows(poison):
+    """F2: dx of a row without variance is 0 by definition, but a NaN in its dy must not vanish with it."""
+    dy = torch.randn(3, 20)
+    dy[1, 4] = poison
+    dx = run_layer_norm(torch.full((3, 20), 7.0), (20,), torch.randn(20), None, 0.0, dy)["dx"]
+    assert dx[1].isnan().all()
+    assert torch.equal(dx[[0, 2]], torch.zeros(2, 20))
+
+
 # --- F7: rows on the edge
 
 
