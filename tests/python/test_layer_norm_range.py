@@ -266,6 +266,16 @@ def test_f7_constant_pair_rows():
     assert torch.equal(allfinite.layer_norm(x, (2,), eps=1e-6), torch.zeros(2, 2))
 
 
+@pytest.mark.parametrize("eps", [1e-80, 1e-300])
+def test_f7_tiny_eps(eps):
+    """F7: 1 / sqrt(eps) beyond fp32 times a deviation of 0 is 0, not NaN; other rows do not notice such an eps."""
+    bias = torch.randn(9)
+    result = run_layer_norm(torch.full((2, 9), 0.3), (9,), None, bias, eps, torch.randn(2, 9))
+    assert torch.equal(result["y"], bias.expand(2, 9))
+    assert not result["dx"].isnan().any()
+    assert_layer_norm_accurate(torch.randn(2, 9), (9,), None, bias, eps, torch.randn(2, 9))
+
+
 def test_f7_huge_eps():
     """F7: an eps beyond fp32 makes xhat 0, not NaN."""
     result = run_layer_norm(torch.randn(2, 8), (8,), None, torch.ones(8), 1e300, torch.randn(2, 8))
