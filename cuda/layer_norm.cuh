@@ -9,9 +9,10 @@
 // mean_hi) - mean_lo) * rstd is then right to a few units in its own last place, also where x lies close to
 // the mean, and the error does not grow with mean / std. Variance: a second pass over the same differences.
 //
-// Range: where var is not finite, or var + eps < 2^-100 so that squares underflow, the row is done again
-// times a power of two, with eps times its square. NaN and infinity: that row becomes NaN, no other row is
-// touched. var + eps = 0 (a constant row with eps 0): rstd is stored as 0, so that y = bias and dx = 0.
+// Range: where var is not finite, or var + eps < 2^-100 so that squares underflow, or the whole row lies so low
+// that its deviations do, the row is done again times a power of two, with eps times its square. NaN and infinity: that
+// row becomes NaN, no other row is touched. var + eps = 0 (a constant row with eps 0): rstd is stored as 0, so that y =
+// bias and dx = 0.
 //
 // Compiled by nvcc 13.0 for sm_75, sm_80 and sm_90: 40 to 59 registers, 784 bytes of shared memory, no spills.
 //
@@ -66,6 +67,9 @@ __device__ __forceinline__ void load_parameter(float (&out)[kGroup], const W* pa
 }
 
 constexpr double kSmallestVariance = 0x1p-100;
+// Below this mean the deviations may be subnormal and lose digits, also where eps hides the variance; beside an
+// eps of 1 and more, such rows are 0 in any case.
+constexpr float kSmallestMean = 0x1p-100f;
 
 // The statistics of the row times `scale`. The result's scale is 0 where var or var + eps is out of range.
 template <bool kVector, class X>
@@ -106,7 +110,9 @@ __device__ RowStats scaled_row_stats(const X* x, int64_t n, double eps, float sc
     const double rstd = denominator == 0 ? 0 : 1 / sqrt(denominator);
     // Beyond fp32 only for a constant row with an eps below 2^-254; its xhat must be 0, not 0 * inf.
     const float rounded_rstd = rstd > FLT_MAX ? FLT_MAX : static_cast<float>(rstd);
-    const bool in_range = variance <= DBL_MAX && denominator >= kSmallestVariance;
+    const bool small_is_exact = fabsf(mean.x) >= kSmallestMean || eps >= 1;
+    const double smallest = small_is_exact ? denominator : variance;
+    const bool in_range = variance <= DBL_MAX && smallest >= kSmallestVariance;
     return make_float4(rounded_rstd, in_range ? scale : 0.0f, 0, 0);
   });
   return {mean.x, mean.y, spread.x, spread.y};

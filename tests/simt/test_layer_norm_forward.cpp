@@ -140,6 +140,13 @@ TEST_CASE("layer_norm forward, F1: eps is scaled with the row when the row is re
   CHECK(forward_ratio<float>(run_forward(tiny).y, exact_forward(tiny)) < 1);
 }
 
+TEST_CASE("layer_norm forward, F3: subnormal rows keep their digits beside an eps that hides their variance") {
+  auto c = random_case<float, float>(3, 100, 11, 1e-42, 0);
+  c.eps = 1e-12;
+  c.bias.clear();
+  CHECK(forward_ratio<float>(run_forward(c).y, exact_forward(c)) < 1);
+}
+
 TEMPLATE_TEST_CASE("layer_norm forward, F1: fp16 rows at 65504 are right", "", Half, HalfFloat) {
   auto c = random_case<__half, typename TestType::W>(2, 1024, 12);
   for (int64_t i = 0; i < c.n; ++i) {
