@@ -18,4 +18,6 @@ target_compile_definitions(allfinite PRIVATE ALLFINITE_CUDA=1)
 target_include_directories(allfinite PRIVATE "${CMAKE_CURRENT_SOURCE_DIR}")
 target_include_directories(allfinite SYSTEM PRIVATE ${ALLFINITE_CUDA_INCLUDE_DIRS})
 target_link_libraries(allfinite PRIVATE torchlibs::cuda "${ALLFINITE_CUDART}")
+# The shared runtime that torch loads too; CMake's default would link a second, static one.
+set_target_properties(allfinite allfinite_kernels_cuda PROPERTIES CUDA_RUNTIME_LIBRARY None)
 message(STATUS "AllFinite: CUDA half for sm_${ALLFINITE_CUDA_ARCHITECTURES} with nvcc ${ALLFINITE_CUDA_TOOLKIT_VERSION}")

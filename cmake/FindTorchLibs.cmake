@@ -99,10 +99,7 @@ function(_torchlibs_add name)
     INTERFACE "${TorchLibs_ROOT}/include" "${TorchLibs_ROOT}/include/torch/csrc/api/include")
   target_compile_features(torchlibs::${name} INTERFACE cxx_std_20)
   foreach(lib IN LISTS ARGN)
-    # no-as-needed: kernels register themselves when a library loads; no symbol asks for it.
-    target_link_libraries(
-      torchlibs::${name} INTERFACE "-Wl,--push-state,--no-as-needed" "${TorchLibs_ROOT}/lib/lib${lib}.so"
-                                   "-Wl,--pop-state")
+    target_link_libraries(torchlibs::${name} INTERFACE "${TorchLibs_ROOT}/lib/lib${lib}.so")
   endforeach()
 endfunction()
 
@@ -110,6 +107,9 @@ if(TorchLibs_FOUND)
   _torchlibs_add(cpu torch_cpu c10)
   _torchlibs_add(python torch_python)
   if(TorchLibs_CUDA_MAJOR)
-    _torchlibs_add(cuda torch_cuda c10_cuda)
+    _torchlibs_add(cuda c10_cuda)
+    # No symbol asks for torch_cuda: its kernels register themselves when it loads. One word, or CMake tears it apart.
+    target_link_libraries(
+      torchlibs::cuda INTERFACE "-Wl,--push-state,--no-as-needed,${TorchLibs_ROOT}/lib/libtorch_cuda.so,--pop-state")
   endif()
 endif()
