@@ -10,8 +10,14 @@ namespace allfinite::check {
 
 using at::Tensor;
 
+// None from Python, an undefined tensor from C++.
+inline void defined(const char* op, const char* name, const Tensor& t) {
+  TORCH_CHECK_TYPE(t.defined(), op, ": expected ", name, " to be a tensor, but got none");
+}
+
 // fp16, bf16, fp32 or fp64.
 inline void floating(const char* op, const char* name, const Tensor& t) {
+  defined(op, name, t);
   const auto dtype = t.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble, op,
                    ": expected ", name, " to be float16, bfloat16, float32 or float64, but got ", dtype);
@@ -23,6 +29,9 @@ inline void same_device(const char* op, const char* name, const Tensor& t, const
 }
 
 inline void strided(const char* op, const char* name, const Tensor& t) {
+  defined(op, name, t);
+  TORCH_CHECK_NOT_IMPLEMENTED(!t.is_nested(), op, ": expected ", name,
+                              " to be a dense (strided) tensor, but got a nested one");
   TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided, op, ": expected ", name,
                               " to be a dense (strided) tensor, but got layout ", t.layout());
 }

@@ -12,6 +12,7 @@ inline void gradients(const char* op, const char* name, at::TensorList tensors, 
                       c10::Device device) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
+    TORCH_CHECK_TYPE(t.defined(), op, ": expected ", name, "[", i, "] to be a tensor, but got none");
     TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided, op, ": expected ", name, "[", i,
                                 "] to be a dense (strided) tensor, but got layout ", t.layout(),
                                 "; pass the values of its coalesced form");

@@ -70,8 +70,9 @@ std::tuple<Tensor, Tensor> call_forward(const Tensor& input, const OptionalTenso
   return op.call(input, weight, bias, ndim, eps);
 }
 
-Tensor layer_norm_composite(const Tensor& input, c10::SymIntArrayRef normalized_shape, const OptionalTensor& weight,
-                            const OptionalTensor& bias, double eps) {
+Tensor layer_norm_composite(const Tensor& input, c10::SymIntArrayRef normalized_shape,
+                            const OptionalTensor& given_weight, const OptionalTensor& given_bias, double eps) {
+  const OptionalTensor weight = or_none(given_weight), bias = or_none(given_bias);
   check_arguments(input, normalized_shape, weight, bias, eps);
   return std::get<0>(call_forward(input, weight, bias, static_cast<int64_t>(normalized_shape.size()), eps));
 }

@@ -18,6 +18,10 @@ inline Tensor or_undefined(const OptionalTensor& t) {
 inline OptionalTensor or_none(const Tensor& t) {
   return t.defined() ? OptionalTensor(t) : std::nullopt;
 }
+// In C++ an undefined tensor stands for an absent one as well.
+inline OptionalTensor or_none(const OptionalTensor& t) {
+  return t && t->defined() ? t : std::nullopt;
+}
 
 // A typed handle to `allfinite::<name>`; keep it in a function-local static.
 template <class Signature>

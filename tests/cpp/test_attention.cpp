@@ -66,6 +66,8 @@ TEST_CASE("attention: mask, window and causal say the same") {
   CHECK(at::equal(causal, allfinite::scaled_dot_product_attention(q, k, v, lower)));
   const std::vector<int64_t> window{-1, 0};
   CHECK(at::equal(causal, allfinite::scaled_dot_product_attention(q, k, v, {}, 0.0, false, {}, false, 0.0, window)));
+  // An undefined tensor is no mask, as everywhere in C++.
+  CHECK(at::equal(causal, allfinite::scaled_dot_product_attention(q, k, v, at::Tensor(), 0.0, true)));
 }
 
 TEST_CASE("F1: attention under a loss scale that overflows an fp16 dS; F7: an empty row") {
@@ -90,6 +92,7 @@ TEST_CASE("attention: bad input is refused with type and message") {
     });
   };
   CHECK(text(q.to(at::kLong), k) == kOp + "expected query to be float16, bfloat16, float32 or float64, but got Long");
+  CHECK(text(q, at::Tensor()) == kOp + "expected key to be a tensor, but got none");
   CHECK(text(q, k.to(at::kHalf)) == kOp + "expected key of query's dtype, Float, but got Half");
   CHECK(text(q, k.narrow(2, 0, 3)) ==
         kOp + "expected key and value of one length, but got [2, 4, 3, 8] and [2, 4, 7, 8]");

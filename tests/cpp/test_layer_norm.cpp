@@ -48,6 +48,16 @@ TEST_CASE("layer_norm: defaults, absent parameters and gradients") {
   CHECK(at::allclose(ours[1], theirs[1]));
 }
 
+TEST_CASE("layer_norm: an undefined tensor is an absent parameter, as everywhere in C++") {
+  const auto x = at::randn({4, 6}).requires_grad_();
+  const auto plain = allfinite::layer_norm(x, {6});
+  const auto undefined = allfinite::layer_norm(x, {6}, at::Tensor(), at::Tensor());
+  CHECK(at::equal(undefined, plain));
+  const auto dy = at::randn({4, 6});
+  const auto ours = torch::autograd::grad({undefined}, {x}, {dy}), theirs = torch::autograd::grad({plain}, {x}, {dy});
+  CHECK(at::equal(ours[0], theirs[0]));
+}
+
 TEST_CASE("F1: layer_norm of rows of 1e30 and of zeros") {
   const auto huge = at::tensor({1e30f, -1e30f, 1e30f, -1e30f});
   CHECK(at::equal(allfinite::layer_norm(huge, {4}), at::tensor({1.0f, -1.0f, 1.0f, -1.0f})));
@@ -63,6 +73,8 @@ TEST_CASE("layer_norm: bad input is refused with type and message") {
     std::string kind, message;
   };
   const std::vector<Case> cases{
+      {[&] { return allfinite::layer_norm(at::Tensor(), {4}); }, "TypeError",
+       "expected input to be a tensor, but got none"},
       {[&] { return allfinite::layer_norm(x.to(at::kLong), {4}); }, "TypeError",
        "expected input to be float16, bfloat16, float32 or float64, but got Long"},
       {[&] { return allfinite::layer_norm(x.to_sparse(), {4}); }, "NotImplementedError",

@@ -13,6 +13,7 @@ K = torch.zeros(2, 4, 7, 8)
 
 CASES = [
     (TypeError, {"query": Q.long()}, "expected query to be float16, bfloat16, float32 or float64, but got Long"),
+    (TypeError, {"query": None}, "expected query to be a tensor, but got none"),
     (TypeError, {"key": K.half()}, "expected key of query's dtype, Float, but got Half"),
     (TypeError, {"value": K.double()}, "expected value of query's dtype, Float, but got Double"),
     (NotImplementedError, {"key": K.to_sparse()}, "expected key to be a dense (strided) tensor, but got layout Sparse"),
@@ -108,7 +109,7 @@ def test_message(error, changed, message, return_lse):
 
 def test_other_types_are_torchs_errors():
     """No tensor, a string for a number: TypeError of torch's own argument parser."""
-    for changed in ({"key": None}, {"dropout_p": "half"}, {"window": (0.5, 1)}):
+    for changed in ({"key": "none"}, {"dropout_p": "half"}, {"window": (0.5, 1)}):
         with pytest.raises((TypeError, RuntimeError)):
             allfinite.scaled_dot_product_attention(**{"query": Q, "key": K, "value": K, **changed})
 
@@ -125,6 +126,8 @@ def test_refused_before_the_generator_moves():
 def test_nested_tensors_are_refused():
     """A nested tensor, whose sizes cannot be asked for: refused by name."""
     nested = torch.nested.nested_tensor([Q[0, 0]])
-    with pytest.raises(NotImplementedError) as caught:
-        allfinite.scaled_dot_product_attention(nested, K, K)
-    assert str(caught.value).split("\n")[0] == PREFIX + "expected query to be a dense tensor, but got a nested one"
+    for name, changed in (("query", {"query": nested}), ("attn_mask", {"attn_mask": nested})):
+        with pytest.raises(NotImplementedError) as caught:
+            allfinite.scaled_dot_product_attention(**{"query": Q, "key": K, "value": K, **changed})
+        message = f"expected {name} to be a dense (strided) tensor, but got a nested one"
+        assert str(caught.value).split("\n")[0] == PREFIX + message

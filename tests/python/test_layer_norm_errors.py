@@ -7,6 +7,11 @@ import allfinite
 
 X, W = torch.ones(2, 4), torch.ones(4)
 CASES = {
+    "none": (
+        lambda: allfinite.layer_norm(None, (4,)),
+        TypeError,
+        "expected input to be a tensor, but got none",
+    ),
     "integers": (
         lambda: allfinite.layer_norm(X.long(), (4,)),
         TypeError,
@@ -103,6 +108,17 @@ def test_bad_input_is_refused(case):
         call()
     assert type(raised.value) is kind
     assert str(raised.value).splitlines()[0] == f"allfinite::layer_norm: {message}"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    """A nested tensor, whose sizes cannot be asked for: refused by name, not by an internal error of torch."""
+    nested = torch.nested.nested_tensor([X])
+    for name, arguments in (("input", (nested, (4,))), ("weight", (X, (4,), nested))):
+        with pytest.raises(NotImplementedError) as raised:
+            allfinite.layer_norm(*arguments)
+        message = f"allfinite::layer_norm: expected {name} to be a dense (strided) tensor, but got a nested one"
+        assert str(raised.value).splitlines()[0] == message
 
 
 @pytest.mark.parametrize("mode", ["meta", "compile"])

@@ -25,8 +25,6 @@ using Window = at::OptionalIntArrayRef;
 void check_tensors(const Tensor& query, const Tensor& key, const Tensor& value) {
   const std::pair<const char*, const Tensor&> named[] = {{"query", query}, {"key", key}, {"value", value}};
   for (const auto& [name, t] : named) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!t.is_nested(), kOp, ": expected ", name,
-                                " to be a dense tensor, but got a nested one");
     check::strided(kOp, name, t);
     check::floating(kOp, name, t);
     check::same_device(kOp, name, t, "query", query);
@@ -194,9 +192,10 @@ OptionalTensor draw_seed(double dropout_p, const Tensor& query) {
 }
 
 std::tuple<Tensor, Tensor> attention_lse(const Tensor& query, const Tensor& key, const Tensor& value,
-                                         const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                                         const OptionalTensor& given_mask, double dropout_p, bool is_causal,
                                          std::optional<double> scale, bool enable_gqa, double softcap, Window window) {
   check_tensors(query, key, value);
+  const OptionalTensor attn_mask = or_none(given_mask);
   const Options options = check_options(dropout_p, is_causal, scale, softcap, window);
   if (attn_mask) {
     check_mask(*attn_mask, query, is_causal);
@@ -253,6 +252,11 @@ std::tuple<Tensor, Tensor> lse_autocast(const Tensor& query, const Tensor& key, 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(allfinite, CompositeImplicitAutograd, m) {
+  m.impl("scaled_dot_product_attention", attention_output);
+  m.impl("scaled_dot_product_attention_lse", attention_lse);
+}
+// Under vmap too the seed is drawn by torch's op, which keeps to vmap's `randomness`.
+TORCH_LIBRARY_IMPL(allfinite, FuncTorchBatchedDecomposition, m) {
   m.impl("scaled_dot_product_attention", attention_output);
   m.impl("scaled_dot_product_attention_lse", attention_lse);
 }
