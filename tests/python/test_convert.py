@@ -252,6 +252,29 @@ def test_attention_of_other_shapes_is_named():
     assert "not attention of a shape that convert knows" in left.reason
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_torchscript_is_left():
+    """A compiled part has no Python forward to swap; the report names its layer norm, the rest is converted."""
+    compiled = torch.jit.script(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)))
+    model = nn.Sequential(nn.LayerNorm(4), compiled)
+    report = allfinite.convert(model)
+    assert [entry.name for entry in report.swapped] == ["0"]
+    assert [(entry.name, "TorchScript" in entry.reason) for entry in report.left] == [("1.0", True)]
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    """A class that cannot be derived from stops the walk: nothing may stay half converted without a report."""
+
+    class Final(nn.LayerNorm):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("final")
+
+    model = nn.Sequential(nn.LayerNorm(4), Final(4))
+    with pytest.raises(TypeError, match="final"):
+        allfinite.convert(model)
+    assert type(model[0]) is nn.LayerNorm
+
+
 def test_not_a_module():
     """A list of modules, or a state dict, is a mistake that says what came."""
     with pytest.raises(TypeError, match=r"allfinite\.convert: expected a torch\.nn\.Module, but got list"):

@@ -45,6 +45,15 @@ def convert(model: Module) -> ConversionReport:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     report = ConversionReport()
+    try:
+        _convert(names, report)
+    except BaseException:
+        report.undo()  # nobody holds the report, so a half converted model could not be undone
+        raise
+    return report
+
+
+def _convert(names: dict[Module, list[str]], report: ConversionReport) -> None:
     verdicts: dict[object, str] = {}
     for module, (name, *also) in names.items():
         if is_replacement(module):
@@ -58,12 +67,14 @@ def convert(model: Module) -> ConversionReport:
             report.change_class(module, replacement_class(type(module), choice))
             report.swapped.append(Swapped(name, was, _now(choice), tuple(also), note))
     _switch_off_fast_paths(names, report)
-    return report
 
 
 def _choice(module: Module, verdicts: dict[object, str]) -> type[Module] | str | None:
     """The class whose forward the module is to get, the reason to leave it, or None: not of a kind that is swapped."""
     kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        compiled = module.original_name in [base.__name__ for base, _, _ in _KINDS]
+        return "it is compiled by TorchScript: convert the model before that" if compiled else None
     for base, replacement, op in _KINDS:
         if isinstance(module, base):
             own = kind.forward is not base.forward or kind.__call__ is not base.__call__
