@@ -87,6 +87,21 @@ def test_generator():
     assert not torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_keeps_to_its_randomness():
+    """vmap refuses randomness unless told which; "same" is one mask for all samples, "different" one for each."""
+    q, eye = torch.zeros(3, 20, 1), torch.eye(20)
+
+    def run(randomness):
+        return torch.func.vmap(lambda t: sdpa(t, t, eye, dropout_p=0.5), randomness=randomness)(q)
+
+    with pytest.raises(RuntimeError, match="randomness"):
+        run("error")
+    same, different = run("same"), run("different")
+    assert_same_bits(same[0], same[2])
+    assert not torch.equal(different[0], different[1])
+
+
 def test_mask_depends_on_the_position_alone():
     """F5: the mask of (batch, head, row, column) is the same in a longer, wider, or cut problem."""
     full = kept_weights(0.4, 2, 3, 100, 300, seed=9) > 0
