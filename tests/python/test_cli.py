@@ -49,6 +49,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["--recipe", "magic"], "--recipe: expected one of stock, sdpa, allfinite, advised, but got magic"),
         (["--dtype", "fp8"], "--dtype: expected one of fp16, bf16, fp32, but got fp8"),
         (["--device", "tpu"], "--device: expected cpu, cuda or cuda:N, but got tpu"),
+        (["--device", "cpu:3"], "--device: expected cpu, cuda or cuda:N, but got cpu:3"),
         (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, but got meta"),
     ],
 )
@@ -204,6 +205,26 @@ def test_job_survives_ctrl_c_and_kill_bit_for_bit(tmp_path: Path) -> None:
     assert [event["step"] for event in events[1:-1]] == list(range(1, 151))
     assert events[:-1] == read_log(layout.log(whole, "stock"))[:-1]
     assert {path.name for path in broken.iterdir()} == {path.name for path in whole.iterdir()}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_jobs_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], resume: bool) -> None:
+    """Begun at the same moment, one would train with the other's options; the second is refused, the first goes on."""
+    import fcntl
+
+    if resume:
+        Options(recipes=("sdpa",), steps=3).save(tmp_path)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        before = {path.name for path in tmp_path.iterdir()}
+        arguments = ["--resume"] if resume else ["--recipe", "sdpa", "--steps", "3"]
+        sentence = refusal(capsys, *arguments, "--out", tmp_path)
+    finally:
+        os.close(handle)
+    expected = f"expected a folder that no other run works in, but one works in {tmp_path}"
+    assert sentence == f"allfinite train: --out: {expected}"
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_failing_process_is_reported_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,7 +159,7 @@ def _check_device(device: str) -> None:
         parsed = torch.device(device)
     except RuntimeError:
         raise OptionError(f"--device: expected {wanted}, but got {device}") from None
-    _expect(parsed.type in ("cpu", "cuda"), "--device", wanted, device)
+    _expect(parsed.type == "cuda" or device == "cpu", "--device", wanted, device)
     if parsed.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         _expect(count > 0, "--device", "cpu (torch finds no CUDA device here)", device)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
 
 from . import layout, worker
-from .options import Job, OptionError
+from .options import RUN_FILE, Job, OptionError
 from .progress import ProgressBoard
 from .report import write_report
 from .summary import read_run, write_summary
@@ -50,22 +51,22 @@ def run_job(job: Job, console: Console) -> int:
         The exit code: 0, or 130 if the run was interrupted; it can be resumed then.
 
     Raises:
-        OptionError: the folder cannot be written.
+        OptionError: the folder cannot be written, or another job works in it.
         RunError: a recipe's process failed.
     """
-    directory = _prepare(job)
-    _say(console, f"Run in {directory}: {', '.join(job.options.recipes)}; {AT_A_TIME} processes at a time.")
-    try:
-        with _signals_interrupt():
-            with ProgressBoard(console, job.options) as board:
-                _run_processes(job, directory, board)
-            _write_results(job, directory, console)
-    except Interrupted:
-        _say(
-            console,
-            f"Interrupted; the logs are whole. Go on with: python -m allfinite train --resume --out {directory}",
-        )
-        return INTERRUPTED
+    with _claimed(job) as directory:
+        _say(console, f"Run in {directory}: {', '.join(job.options.recipes)}; {AT_A_TIME} processes at a time.")
+        try:
+            with _signals_interrupt():
+                with ProgressBoard(console, job.options) as board:
+                    _run_processes(job, directory, board)
+                _write_results(job, directory, console)
+        except Interrupted:
+            _say(
+                console,
+                f"Interrupted; the logs are whole. Go on with: python -m allfinite train --resume --out {directory}",
+            )
+            return INTERRUPTED
     return 0
 
 
@@ -82,15 +83,30 @@ def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _prepare(job: Job) -> Path:
+@contextmanager
+def _claimed(job: Job) -> Iterator[Path]:
+    """The job's folder, ready to be written, and out of bounds to any other job, also to one begun at the same moment.
+
+    The lock is on the folder itself and ends with this process, however that ends.
+    """
     directory = job.directory
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not job.resume:
-            job.options.save(directory)
-    except OSError as error:
-        raise OptionError(f"--out: expected a folder that can be written, but got {error}") from None
-    return directory
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            handle = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not job.resume:
+                if (directory / RUN_FILE).exists():
+                    raise OptionError(f"--out: expected a new or empty folder, but another run has used {directory}")
+                job.options.save(directory)
+        except BlockingIOError:
+            raise OptionError(
+                f"--out: expected a folder that no other run works in, but one works in {directory}"
+            ) from None
+        except OSError as error:
+            raise OptionError(f"--out: expected a folder that can be written, but got {error}") from None
+        yield directory
 
 
 def _run_processes(job: Job, directory: Path, board: ProgressBoard) -> None:
