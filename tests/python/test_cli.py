@@ -144,6 +144,22 @@ def test_info_says_why_there_is_no_cuda_half(monkeypatch: pytest.MonkeyPatch) ->
     assert info.facts()["CUDA half"] == "built for sm_80, sm_90"
 
 
+def test_info_with_an_unknown_instruction_set_is_one_sentence() -> None:
+    """Guards against a traceback where the user's own variable is at fault."""
+    result = subprocess.run(
+        [sys.executable, "-m", "allfinite", "info"],
+        env={**os.environ, "ALLFINITE_CPU_CAPABILITY": "bogus"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("allfinite: expected ALLFINITE_CPU_CAPABILITY to be one of baseline")
+    assert result.stderr.endswith("but got bogus\n")
+    assert result.stderr.count("\n") == 1
+
+
 def start(folder: Path, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "allfinite", "train", *map(str, arguments), "--out", str(folder)],
