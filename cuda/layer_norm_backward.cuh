@@ -25,8 +25,7 @@ __device__ __forceinline__ RowStats load_stats(const float* stats, int64_t row) 
   return {saved[0], saved[1], saved[2], saved[3]};
 }
 
-// --- dx
-// -----------------------------------------------------------------------------------------------------------
+// --- dx ------------------------------------------------------------------------------------------------------------
 
 // g = dy * weight. When rescued, times 2^-exponent, with the same single rounding.
 struct RowGradient {
@@ -132,8 +131,7 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_input_gradient_kernel(
   }
 }
 
-// --- dweight, dbias
-// -----------------------------------------------------------------------------------------------
+// --- dweight, dbias ------------------------------------------------------------------------------------------------
 
 constexpr int kTileColumns = kWarp;
 constexpr int kTileRows = 8;

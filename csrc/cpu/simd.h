@@ -139,8 +139,7 @@ ALLFINITE_INLINE V first_lanes(V v, int64_t n) {
   return kept;
 }
 
-// --- scalar conversions
-// -----------------------------------------------------------------------------------------
+// --- scalar conversions --------------------------------------------------------------------------------------------
 
 ALLFINITE_INLINE float bits_to_float(uint32_t bits) {
   float value;
@@ -253,8 +252,7 @@ ALLFINITE_INLINE Vec<double> to_doubles(FloatsForDoubles v) {
 #endif
 }
 
-// --- vector loads and stores
-// ------------------------------------------------------------------------------------
+// --- vector loads and stores ---------------------------------------------------------------------------------------
 
 ALLFINITE_INLINE Vec<float> load_vector(const float* p, float) {
   Vec<float> v;

@@ -23,8 +23,7 @@ namespace {
 
 constexpr char kOp[] = "allfinite::layer_norm";
 
-// --- check
-// ------------------------------------------------------------------------------------------------------
+// --- check ---------------------------------------------------------------------------------------------------------
 
 void check_parameter(const char* name, const OptionalTensor& parameter, const Tensor& input,
                      c10::SymIntArrayRef shape) {
@@ -56,8 +55,7 @@ void check_arguments(const Tensor& input, c10::SymIntArrayRef shape, const Optio
   check::non_negative(kOp, "eps", eps);
 }
 
-// --- the two inner ops, through the dispatcher
-// ------------------------------------------------------------------
+// --- the two inner ops, through the dispatcher ---------------------------------------------------------------------
 
 using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&, int64_t,
                                            double);
@@ -77,8 +75,7 @@ Tensor layer_norm_composite(const Tensor& input, c10::SymIntArrayRef normalized_
   return std::get<0>(call_forward(input, weight, bias, static_cast<int64_t>(normalized_shape.size()), eps));
 }
 
-// --- autograd
-// ---------------------------------------------------------------------------------------------------
+// --- autograd ------------------------------------------------------------------------------------------------------
 
 // The same gradients as differentiable torch expressions, in fp32 (fp64): what create_graph=True needs.
 variable_list reference_backward(const Tensor& grad, const variable_list& saved, int64_t ndim, double eps,
@@ -133,8 +130,7 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& input, const OptionalT
   return {outputs[0], outputs[1]};
 }
 
-// --- meta
-// -------------------------------------------------------------------------------------------------------
+// --- meta ----------------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTensor&, const OptionalTensor&, int64_t ndim,
                                         double) {
@@ -153,8 +149,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor&, const Tensor& in
           output_mask[2] && bias ? like(*bias) : Tensor()};
 }
 
-// --- CPU
-// --------------------------------------------------------------------------------------------------------
+// --- CPU -----------------------------------------------------------------------------------------------------------
 
 // At least 32 K elements to a thread, as torch's own grain size.
 int64_t grain_rows(int64_t n) {

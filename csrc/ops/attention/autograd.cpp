@@ -70,8 +70,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_autograd(
   return {outputs[0], outputs[1], outputs[2], outputs[3]};
 }
 
-// --- meta
-// -------------------------------------------------------------------------------------------------------
+// --- meta ----------------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor, Tensor> forward_meta(const Tensor& query, const Tensor&, const Tensor& value,
                                                 const OptionalTensor& mask, const OptionalTensor&, double,

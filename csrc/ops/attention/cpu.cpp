@@ -136,8 +136,7 @@ void run_tasks(Args args, int64_t tasks, int64_t task_work, int64_t scratch_elem
   });
 }
 
-// --- forward
-// ----------------------------------------------------------------------------------------------------
+// --- forward -------------------------------------------------------------------------------------------------------
 
 std::tuple<Tensor, Tensor, Tensor> forward_narrow(const Tensor& query, const Tensor& key, const Tensor& value,
                                                   const OptionalTensor& mask, const OptionalTensor& seed,
@@ -187,8 +186,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_cpu(const Tensor& query, const Tensor
   return {output.to(query.scalar_type()), lse.to(at::kFloat), stats};
 }
 
-// --- backward
-// ---------------------------------------------------------------------------------------------------
+// --- backward ------------------------------------------------------------------------------------------------------
 
 struct Gradients {
   Tensor query, key, value, mask;

@@ -19,8 +19,7 @@ namespace {
 using SymShape = std::vector<c10::SymInt>;
 using Window = at::OptionalIntArrayRef;
 
-// --- checks
-// -----------------------------------------------------------------------------------------------------
+// --- checks --------------------------------------------------------------------------------------------------------
 
 void check_tensors(const Tensor& query, const Tensor& key, const Tensor& value) {
   const std::pair<const char*, const Tensor&> named[] = {{"query", query}, {"key", key}, {"value", value}};
@@ -66,8 +65,7 @@ Options check_options(double dropout_p, bool is_causal, std::optional<double> sc
   return options;
 }
 
-// --- shapes
-// -----------------------------------------------------------------------------------------------------
+// --- shapes --------------------------------------------------------------------------------------------------------
 
 // `t` with ones put in front until it has `rank` dimensions.
 Tensor with_rank(Tensor t, int64_t rank) {
@@ -181,8 +179,7 @@ class Shapes {
   c10::SymInt heads_ = 0, kv_heads_ = 0;
 };
 
-// --- the public ops
-// ---------------------------------------------------------------------------------------------
+// --- the public ops ------------------------------------------------------------------------------------------------
 
 OptionalTensor draw_seed(double dropout_p, const Tensor& query) {
   if (dropout_p == 0) {
@@ -228,8 +225,7 @@ const auto& lse_op() {
   return op;
 }
 
-// --- autocast: query, key and value to the autocast dtype; the mask is added in fp32 whatever its dtype, so it stays
-// -----------------------------------------------------------------------------------------------------
+// --- autocast: query, key and value to the autocast dtype; the mask is added in fp32 whatever its dtype, so it stays 
 
 template <c10::DeviceType device>
 Tensor output_autocast(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
