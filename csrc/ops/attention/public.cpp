@@ -225,7 +225,8 @@ const auto& lse_op() {
   return op;
 }
 
-// --- autocast: query, key and value to the autocast dtype; the mask is added in fp32 whatever its dtype, so it stays 
+// --- autocast ------------------------------------------------------------------------------------------------------
+// Query, key and value go to the autocast dtype. The mask stays as it is: it is added in fp32 whatever its dtype.
 
 template <c10::DeviceType device>
 Tensor output_autocast(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
