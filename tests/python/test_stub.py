@@ -14,8 +14,14 @@ import allfinite
 from allfinite import _C
 
 STUB = Path(allfinite.__file__).with_name("_C.pyi")
-# What pybind11 takes where a stub says float or int, since each caller's static type is the narrower one.
-WIDER = {"typing.SupportsFloat | typing.SupportsIndex": "float", "typing.SupportsInt | typing.SupportsIndex": "int"}
+# What pybind11 takes where a stub says float or int, since each caller's static type is the narrower one. Its older
+# versions, torch 2.9's among them, name one protocol only.
+WIDER = {
+    "typing.SupportsFloat | typing.SupportsIndex": "float",
+    "typing.SupportsFloat": "float",
+    "typing.SupportsInt | typing.SupportsIndex": "int",
+    "typing.SupportsInt": "int",
+}
 # In every extension class or module, and not part of its description.
 ALWAYS = {"__doc__", "__module__", "__hash__", "__repr__", "_pybind11_conduit_v1_"}
 
