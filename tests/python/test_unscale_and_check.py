@@ -364,3 +364,20 @@ def test_compiles_without_a_graph_break() -> None:
     assert compiled(first, second, found_inf).tolist() == [1.5] * 3
     assert first.tolist() == [0.5] * 3
     assert found_inf == 1
+
+
+def test_exports() -> None:
+    """torch.export keeps the writes, also after they are made functional."""
+
+    class Unscale(torch.nn.Module):
+        def forward(self, grad: Tensor, found_inf: Tensor, inv_scale: Tensor) -> tuple[Tensor, Tensor]:
+            grad, found_inf = grad.clone(), found_inf.clone()
+            torch.ops.allfinite.unscale_and_check_([grad], found_inf, inv_scale)
+            return grad, found_inf
+
+    inverse = torch.full((1,), 0.25)
+    program = torch.export.export(Unscale(), (torch.ones(2), torch.zeros(1), inverse))
+    for exported in (program, program.run_decompositions({})):
+        grad, found_inf = exported.module()(torch.tensor([8.0, float("inf")]), torch.zeros(1), inverse)
+        assert grad.tolist() == [2.0, float("inf")]
+        assert found_inf.item() == 1.0

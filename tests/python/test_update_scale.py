@@ -183,3 +183,19 @@ def test_compiles_without_a_graph_break() -> None:
     compiled = torch.compile(scale_loop, fullgraph=True, backend="aot_eager")
     assert compiled(*tensors).item() == 32.0
     assert (tensors[0].item(), int(tensors[1])) == (16.0, 0)
+
+
+def test_exports() -> None:
+    """torch.export keeps the writes, also after they are made functional."""
+
+    class Update(torch.nn.Module):
+        def forward(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> tuple[Tensor, Tensor]:
+            scale, tracker = scale.clone(), tracker.clone()
+            torch.ops.allfinite.update_scale_(scale, tracker, found_inf, 2.0, 0.5, 5, 1.0, 2.0**24)
+            return scale, tracker
+
+    state = torch.tensor(4.0), torch.tensor(3, dtype=torch.int32), torch.tensor(0.0)
+    program = torch.export.export(Update(), state)
+    for exported in (program, program.run_decompositions({})):
+        scale, tracker = exported.module()(*state[:2], torch.tensor(1.0))
+        assert (scale.item(), tracker.item()) == (2.0, 0)
