@@ -25,8 +25,8 @@ inline OptionalTensor or_none(const OptionalTensor& t) {
 
 // A typed handle to `allfinite::<name>`; keep it in a function-local static.
 template <class Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name, const char* overload = "") {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 // One rule for the CPU and the CUDA key, so that the two cannot drift: fp16, bf16 and fp32 are cast to the

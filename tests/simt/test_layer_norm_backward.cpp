@@ -1,22 +1,10 @@
 // The backward kernels of cuda/layer_norm_backward.cuh, run on the CPU, against double.
 #include "catch.h"
+#include "element_types.h"
 #include "layer_norm_case.h"
 
 namespace allfinite::simt {
 namespace {
-
-template <class X_, class W_>
-struct Types {
-  using X = X_;
-  using W = W_;
-};
-using Half = Types<__half, __half>;
-using HalfFloat = Types<__half, float>;
-using BFloat = Types<__nv_bfloat16, __nv_bfloat16>;
-using BFloatFloat = Types<__nv_bfloat16, float>;
-using Float = Types<float, float>;
-
-#define ALL_TYPES Half, HalfFloat, BFloat, BFloatFloat, Float
 
 template <class X, class W>
 void check_backward(const BackwardResult& got, const ExactBackward& exact) {

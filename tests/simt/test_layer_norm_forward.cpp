@@ -1,22 +1,10 @@
 // The forward kernel of cuda/layer_norm.cuh, run on the CPU, against double.
 #include "catch.h"
+#include "element_types.h"
 #include "layer_norm_case.h"
 
 namespace allfinite::simt {
 namespace {
-
-template <class X_, class W_>
-struct Types {
-  using X = X_;
-  using W = W_;
-};
-using Half = Types<__half, __half>;
-using HalfFloat = Types<__half, float>;
-using BFloat = Types<__nv_bfloat16, __nv_bfloat16>;
-using BFloatFloat = Types<__nv_bfloat16, float>;
-using Float = Types<float, float>;
-
-#define ALL_TYPES Half, HalfFloat, BFloat, BFloatFloat, Float
 
 const std::vector<int64_t> kLengths = {1, 2, 7, 31, 32, 33, 255, 257, 1000, 1024, 4097};
 
