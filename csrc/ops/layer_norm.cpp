@@ -1,20 +1,18 @@
 // layer_norm: check, autograd, double backward, meta, CPU glue, C++ function. CUDA glue: layer_norm_cuda.cpp.
 // Autocast: none is registered, because statistics are fp32 for every dtype; 16-bit input stays 16-bit.
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <array>
 #include <tuple>
 #include <vector>
 
 #include "allfinite/ops.h"
-#include "cpu/layer_norm.h"
 #include "ops/check.h"
 #include "ops/cpu_dtype.h"
 #include "ops/norm_affine.h"
+#include "ops/norm_cpu.h"
 #include "ops/op.h"
 #include "ops/op_node.h"
 
@@ -22,6 +20,7 @@ namespace allfinite {
 namespace {
 
 constexpr char kOp[] = "allfinite::layer_norm";
+constexpr int kStats = cpu::norm_stats(/*rms=*/false);
 
 // --- check ---------------------------------------------------------------------------------------------------------
 
@@ -135,7 +134,7 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& input, const OptionalT
 std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTensor&, const OptionalTensor&, int64_t ndim,
                                         double) {
   auto stats_shape = input.sym_sizes().slice(0, input.dim() - ndim).vec();
-  stats_shape.emplace_back(cpu::kLayerNormStats);
+  stats_shape.emplace_back(kStats);
   const auto stats_dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return {at::empty_symint(input.sym_sizes(), input.options()),
           at::empty_symint(stats_shape, input.options().dtype(stats_dtype))};
@@ -151,11 +150,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_meta(const Tensor&, const Tensor& in
 
 // --- CPU -----------------------------------------------------------------------------------------------------------
 
-// At least 32 K elements to a thread, as torch's own grain size.
-int64_t grain_rows(int64_t n) {
-  return std::max<int64_t>(1, 32768 / std::max<int64_t>(n, 1));
-}
-
 std::tuple<Tensor, Tensor> forward_cpu(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                                        int64_t ndim, double eps) {
   auto [output, stats] = forward_meta(input, weight, bias, ndim, eps);
@@ -163,10 +157,10 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& input, const OptionalTensor
     stats.zero_();
     return {output, stats};
   }
-  const int64_t rows = stats.numel() / cpu::kLayerNormStats;
+  const int64_t rows = stats.numel() / kStats;
   const Tensor x = input.contiguous();
   const Affine affine(input, weight, bias);
-  cpu::LayerNormForwardArgs args{};
+  cpu::NormForwardArgs args{};
   args.x = x.const_data_ptr();
   args.weight = Affine::pointer(affine.weight);
   args.bias = Affine::pointer(affine.bias);
@@ -176,52 +170,8 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& input, const OptionalTensor
   args.eps = eps;
   args.dtype = cpu_dtype(input.scalar_type());
   args.weight_dtype = cpu_dtype(affine.dtype);
-  at::parallel_for(0, rows, grain_rows(args.n), [&](int64_t begin, int64_t end) {
-    auto part = args;
-    part.begin = begin;
-    part.end = end;
-    cpu::layer_norm_forward(part);
-  });
+  run_norm_forward(args, rows);
   return {output, stats};
-}
-
-void run_backward_rows(const cpu::LayerNormBackwardArgs& args, int64_t rows) {
-  at::parallel_for(0, rows, grain_rows(args.n), [&](int64_t begin, int64_t end) {
-    auto part = args;
-    part.begin = begin;
-    part.end = end;
-    cpu::layer_norm_backward(part);
-  });
-}
-
-// dx and, chunk by chunk, the column sums; then the columns.
-void run_backward_with_columns(const cpu::LayerNormBackwardArgs& args, int64_t rows, const Tensor& dweight,
-                               const Tensor& dbias) {
-  const int64_t per_chunk = std::max(cpu::kLayerNormMinChunkRows, at::divup(rows, cpu::kLayerNormMaxChunks));
-  const int64_t chunks = at::divup(rows, per_chunk), n = args.n;
-  const Tensor sums = at::empty({chunks, 2, n}, at::kDouble);
-  at::parallel_for(0, chunks, std::max<int64_t>(1, grain_rows(n) / per_chunk), [&](int64_t begin, int64_t end) {
-    const Tensor scratch = at::empty({2, n}, args.dtype == cpu::DType::kFloat64 ? at::kDouble : at::kFloat);
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      auto part = args;
-      part.begin = chunk * per_chunk;
-      part.end = std::min(rows, part.begin + per_chunk);
-      part.sums = sums.data_ptr<double>() + chunk * 2 * n;
-      part.scratch = scratch.data_ptr();
-      cpu::layer_norm_backward(part);
-    }
-  });
-  cpu::LayerNormColumnsArgs columns{};
-  columns.rows = args;
-  columns.rows.begin = 0;
-  columns.rows.end = rows;
-  columns.sums = sums.const_data_ptr<double>();
-  columns.chunks = chunks;
-  columns.dweight = dweight.defined() ? dweight.data_ptr() : nullptr;
-  columns.dbias = dbias.defined() ? dbias.data_ptr() : nullptr;
-  columns.dweight_dtype = dweight.defined() ? cpu_dtype(dweight.scalar_type()) : args.dtype;
-  columns.dbias_dtype = dbias.defined() ? cpu_dtype(dbias.scalar_type()) : args.dtype;
-  cpu::layer_norm_columns(columns);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad, const Tensor& input, const OptionalTensor& weight,
@@ -236,11 +186,11 @@ std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad, const Tensor
     }
     return {dx, dweight, dbias};
   }
-  const int64_t rows = stats.numel() / cpu::kLayerNormStats;
+  const int64_t rows = stats.numel() / kStats;
   const Tensor dy = grad.to(input.scalar_type()).contiguous(), x = input.contiguous();
   const Tensor saved_stats = stats.contiguous();
   const Affine affine(input, weight, std::nullopt);
-  cpu::LayerNormBackwardArgs args{};
+  cpu::NormBackwardArgs args{};
   args.dy = dy.const_data_ptr();
   args.x = x.const_data_ptr();
   args.weight = Affine::pointer(affine.weight);
@@ -249,11 +199,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_cpu(const Tensor& grad, const Tensor
   args.n = input.numel() / rows;
   args.dtype = cpu_dtype(input.scalar_type());
   args.weight_dtype = cpu_dtype(affine.dtype);
-  if (dweight.defined() || dbias.defined()) {
-    run_backward_with_columns(args, rows, dweight, dbias);
-  } else {
-    run_backward_rows(args, rows);
-  }
+  args.x_dtype = args.dtype;
+  run_norm_backward(args, rows, dweight, dbias);
   return {dx, dweight, dbias};
 }
 

@@ -1,0 +1,103 @@
+// What the forward and the backward of the norms share about one row: its statistics, xhat, and rows and parameters of
+// any storage type as rows of the compute type. So the passes over a row exist once a compute type, and only loads and
+// stores once a storage type.
+#pragma once
+#include "cpu/norm.h"
+#include "cpu/simd.h"
+#include "cpu/visit.h"
+
+namespace allfinite::cpu::ALLFINITE_ISA {
+namespace {
+
+// Of the row times `scale`, a power of two. rms_norm: both means are 0.
+template <class A>
+struct RowStats {
+  A mean_hi, mean_lo, rstd, scale;
+};
+
+template <class A>
+RowStats<A> read_stats(const void* stats, int64_t row, bool rms) {
+  const A* s = static_cast<const A*>(stats) + row * norm_stats(rms);
+  return rms ? RowStats<A>{0, 0, s[0], s[1]} : RowStats<A>{s[0], s[1], s[2], s[3]};
+}
+
+template <class A>
+void write_stats(void* stats, int64_t row, bool rms, const RowStats<A>& s) {
+  A* to = static_cast<A*>(stats) + row * norm_stats(rms);
+  if (!rms) {
+    *to++ = s.mean_hi;
+    *to++ = s.mean_lo;
+  }
+  to[0] = s.rstd;
+  to[1] = s.scale;
+}
+
+// (x - mean) * rstd of x times scale. x - mean_hi is exact or nearly so where x is close to the mean, and then only one
+// more rounding follows. In double, where the mean of a constant row need not be a number of its own, both parts of the
+// mean are subtracted first, so that such a row gives exactly 0.
+ALLFINITE_INLINE Vec<float> normalised(Vec<float> x, const RowStats<float>& s) {
+  return fma(x - s.mean_hi, splat(s.rstd), splat(-s.mean_lo * s.rstd));
+}
+ALLFINITE_INLINE Vec<double> normalised(Vec<double> x, const RowStats<double>& s) {
+  return ((x - s.mean_hi) - s.mean_lo) * s.rstd;
+}
+
+template <class A, class T>
+ALLFINITE_INLINE Vec<A> load_lanes(const T* p, int64_t count) {
+  return count == kWidth<A> ? load<A>(p) : load_partial<A>(p, count);
+}
+template <class T, class V>
+ALLFINITE_INLINE void store_lanes(T* p, V v, int64_t count) {
+  if (count == static_cast<int64_t>(sizeof(V) / sizeof(v[0]))) {
+    store(p, v);
+  } else {
+    store_partial(p, v, count);
+  }
+}
+
+// f(i, count) for each vector of a row; count is less than the width in the last one only.
+template <class A, class F>
+ALLFINITE_INLINE void for_each_vector(int64_t n, F f) {
+  constexpr int w = kWidth<A>;
+  int64_t i = 0;
+  for (; i + w <= n; i += w) {
+    f(i, static_cast<int64_t>(w));
+  }
+  if (i < n) {
+    f(i, n - i);
+  }
+}
+
+// The row as A: where it is stored, or in `buffer`.
+template <class A, class T>
+const A* widened(const T* p, int64_t n, A* buffer) {
+  if constexpr (std::is_same_v<A, T>) {
+    return p;
+  } else {
+    for_each_vector<A>(n,
+                       [&](int64_t i, int64_t count) { store_lanes(buffer + i, load_lanes<A>(p + i, count), count); });
+    return buffer;
+  }
+}
+
+// A parameter as A, and `otherwise` where there is none.
+template <class A>
+const A* parameter(const void* p, DType dtype, int64_t n, A otherwise, A* buffer) {
+  if (!p) {
+    for (int64_t i = 0; i < n; ++i) {
+      buffer[i] = otherwise;
+    }
+    return buffer;
+  }
+  const A* result = nullptr;
+  visit_dtype(dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    if constexpr (std::is_same_v<Accumulate<T>, A>) {
+      result = widened(static_cast<const T*>(p), n, buffer);
+    }
+  });
+  return result;
+}
+
+}  // namespace
+}  // namespace allfinite::cpu::ALLFINITE_ISA
