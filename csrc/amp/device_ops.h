@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "allfinite/amp/scale_policy.h"
-#include "allfinite/ops.h"
+#include "allfinite/ops/gradients.h"
 
 namespace allfinite::amp {
 

@@ -8,14 +8,10 @@
 // without NaN makes both infinite. A subnormal is a value below the smallest normal number of its own dtype, not 0.
 #include "cpu/grad_stats.h"
 
-#include "cpu/simd.h"
-#include "cpu/visit.h"
+#include "cpu/grad_sums.h"
 
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
-
-template <class A>
-using Bits = std::conditional_t<std::is_same_v<A, float>, int32_t, int64_t>;
 
 // The bits of the smallest normal number of T.
 template <class T>
@@ -24,16 +20,6 @@ template <>
 constexpr int32_t kNormal<Half> = __builtin_bit_cast(int32_t, 0x1p-14f);
 template <>
 constexpr int64_t kNormal<double> = __builtin_bit_cast(int64_t, 0x1p-1022);
-
-template <class A>
-constexpr Bits<A> kMagnitude = std::numeric_limits<Bits<A>>::max();  // all but the sign
-
-template <class A>
-ALLFINITE_INLINE void take_magnitude(GradSums& sums, Bits<A> magnitude) {
-  const double value = static_cast<double>(__builtin_bit_cast(A, magnitude));
-  const int64_t bits = __builtin_bit_cast(int64_t, value);
-  sums.magnitude = bits > sums.magnitude ? bits : sums.magnitude;
-}
 
 template <class T>
 void one_by_one(const T* x, int64_t n, int64_t stride, double scale, GradSums& sums) {
@@ -48,17 +34,7 @@ void one_by_one(const T* x, int64_t n, int64_t stride, double scale, GradSums& s
     sums.subnormals += magnitude != 0 && magnitude < kNormal<T>;
     largest = magnitude > largest ? magnitude : largest;
   }
-  take_magnitude<A>(sums, largest);
-}
-
-ALLFINITE_INLINE void add_squares(Vec<double>* squares, Vec<double> v) {
-  squares[0] = fma(v, v, squares[0]);
-}
-ALLFINITE_INLINE void add_squares(Vec<double>* squares, Vec<float> v) {
-  FloatsForDoubles halves[2];
-  std::memcpy(halves, &v, sizeof v);
-  add_squares(squares, to_doubles(halves[0]));
-  add_squares(squares + 1, to_doubles(halves[1]));
+  take_magnitude<A>(sums.magnitude, largest);
 }
 
 template <class B>
@@ -97,7 +73,7 @@ int64_t vectors(const T* x, int64_t n, GradSums& sums) {
   const int64_t zero_count = count_lanes<B>(zeros);
   sums.zeros += zero_count;
   sums.subnormals += count_lanes<B>(below_normal) - zero_count;
-  take_magnitude<A>(sums, max_lanes<B>(largest));
+  take_magnitude<A>(sums.magnitude, max_lanes<B>(largest));
   return i;
 }
 

@@ -3,19 +3,16 @@
 // Bytes: each number read and written once, 2 b per element; with inv_scale == 1 nothing is written (b per element,
 // and not even the payload of a NaN changes). Floor: copy bandwidth.
 //
-// The product is taken in fp32 (fp64 for fp64) and rounded once to the storage type. The check is on the rounded
-// result: x that is not finite stays so under any factor (inf * 0 is NaN), so one test sees incoming and outgoing
-// values. It is an integer maximum of the magnitudes' bits, in which NaN is larger than infinity.
+// The product is taken in fp32 (fp64 for fp64, and where inv_scale is below fp32's normal range) and rounded once to
+// the storage type. The check is on the rounded result: x that is not finite stays so under any factor (inf * 0 is
+// NaN), so one test sees incoming and outgoing values. It is an integer maximum of the magnitudes' bits, in which NaN
+// is larger than infinity.
 #include "cpu/unscale_and_check.h"
 
-#include "cpu/simd.h"
-#include "cpu/visit.h"
+#include "cpu/grad_sums.h"
 
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
-
-template <class A>
-using Bits = std::conditional_t<std::is_same_v<A, float>, int32_t, int64_t>;
 
 // The bits of the smallest magnitude that T rounds to infinity (a tie, which goes to the even neighbour).
 template <class T>
@@ -26,9 +23,6 @@ template <>
 constexpr int32_t kInfinity<BFloat16> = __builtin_bit_cast(int32_t, 0x1.ffp127f);
 template <>
 constexpr int64_t kInfinity<double> = __builtin_bit_cast(int64_t, __builtin_inf());
-
-template <class A>
-constexpr Bits<A> kMagnitude = std::numeric_limits<Bits<A>>::max();  // all but the sign
 
 template <class T, bool kWrite>
 bool contiguous(T* x, int64_t n, Accumulate<T> inv_scale) {
@@ -57,13 +51,15 @@ bool contiguous(T* x, int64_t n, Accumulate<T> inv_scale) {
   return max_lanes<B>(largest) >= kInfinity<T>;
 }
 
-template <class T, bool kWrite>
-bool strided(T* x, int64_t n, int64_t stride, Accumulate<T> inv_scale) {
+// Factor: double where the factor is below fp32's normal range.
+template <class T, bool kWrite, class Factor>
+bool strided(T* x, int64_t n, int64_t stride, Factor inv_scale) {
   using A = Accumulate<T>;
   Bits<A> largest = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const A v = widen<A>(x[i * stride]), y = kWrite ? v * inv_scale : v;
-    const Bits<A> magnitude = __builtin_bit_cast(Bits<A>, y) & kMagnitude<A>;
+    const A v = widen<A>(x[i * stride]);
+    const auto y = kWrite ? v * inv_scale : v;
+    const Bits<A> magnitude = __builtin_bit_cast(Bits<A>, static_cast<A>(y)) & kMagnitude<A>;
     largest = magnitude > largest ? magnitude : largest;
     if constexpr (kWrite) {
       x[i * stride] = narrow<T>(y);
@@ -75,6 +71,9 @@ bool strided(T* x, int64_t n, int64_t stride, Accumulate<T> inv_scale) {
 template <class T, bool kWrite>
 bool unscale(const UnscaleArgs& a) {
   T* x = static_cast<T*>(a.data);
+  if (kWrite && a.inv_scale != 0 && a.inv_scale < 0x1p-126 && a.inv_scale > -0x1p-126) {
+    return strided<T, kWrite>(x, a.count, a.stride, a.inv_scale);
+  }
   const auto inv_scale = static_cast<Accumulate<T>>(a.inv_scale);
   return a.stride == 1 ? contiguous<T, kWrite>(x, a.count, inv_scale)
                        : strided<T, kWrite>(x, a.count, a.stride, inv_scale);

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "allfinite/nn.h"
-#include "allfinite/ops.h"
+#include "allfinite/ops/norms.h"
 #include "ops/check.h"
 
 namespace allfinite::nn {

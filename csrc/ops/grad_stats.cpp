@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "allfinite/ops.h"
+#include "allfinite/ops/gradients.h"
 #include "cpu/grad_stats.h"
 #include "ops/flat_list.h"
 #include "ops/gradient_checks.h"

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "allfinite/ops.h"
+#include "allfinite/ops/norms.h"
 #include "ops/check.h"
 #include "ops/cpu_dtype.h"
 #include "ops/norm_affine.h"

@@ -1,4 +1,4 @@
-// The arithmetic of a loss scale, once: what update_scale_ computes (include/allfinite/ops.h). Torch-free.
+// The arithmetic of a loss scale, once: what update_scale_ computes (include/allfinite/ops/gradients.h). Torch-free.
 #pragma once
 #include <cmath>
 #include <cstdint>

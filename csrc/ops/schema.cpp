@@ -1,4 +1,4 @@
-// Every schema of AllFinite, on one page. What an op computes, and its contract: include/allfinite/ops.h.
+// Every schema of AllFinite, on one page. What an op computes, and its contract: include/allfinite/ops/.
 //
 // Names with an underscore in front are the parts of a public op: its forward with the saved statistics, and
 // its backward. All are pt2-compliant: functional but for the mutations that the schema declares.
@@ -49,6 +49,9 @@ TORCH_LIBRARY(allfinite, m) {
       "subnormals)",
       pt2);
   m.def("_grad_stats(Tensor[] grads) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", pt2);
+  m.def("get_total_norm(Tensor[] tensors, float norm_type=2.0) -> Tensor", pt2);
+  m.def("_get_total_norm(Tensor[] tensors, float norm_type) -> Tensor", pt2);
+  m.def("clip_grads_with_norm_(Tensor(a!)[] grads, float max_norm, Tensor total_norm) -> ()", pt2);
   m.def(
       "update_scale_(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor found_inf, float growth_factor, "
       "float backoff_factor, int growth_interval, float min_scale, float max_scale) -> ()",

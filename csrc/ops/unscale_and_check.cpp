@@ -6,7 +6,7 @@
 
 #include <atomic>
 
-#include "allfinite/ops.h"
+#include "allfinite/ops/gradients.h"
 #include "cpu/unscale_and_check.h"
 #include "ops/flat_list.h"
 #include "ops/gradient_checks.h"

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "allfinite/ops.h"
+#include "allfinite/ops/gradients.h"
 #include "ops/gradient_checks.h"
 #include "ops/in_place.h"
 #include "ops/next_scale.h"

@@ -11,6 +11,7 @@ _load()
 from allfinite import amp, nn, utils  # noqa: E402  (the ops must be registered first)
 from allfinite._build_info import VERSION as __version__  # noqa: E402
 from allfinite.attention import scaled_dot_product_attention  # noqa: E402
+from allfinite.clip_grad import clip_grad_norm_  # noqa: E402
 from allfinite.conversion import ConversionReport, convert  # noqa: E402
 from allfinite.gradients import GradStats, grad_stats, unscale_and_check_, update_scale_  # noqa: E402
 from allfinite.ops import layer_norm  # noqa: E402
@@ -20,6 +21,7 @@ __all__ = [
     "GradStats",
     "__version__",
     "amp",
+    "clip_grad_norm_",
     "convert",
     "grad_stats",
     "layer_norm",

@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "allfinite/ops.h"
+#include "allfinite/ops/attention.h"
 #include "ops/attention/attention.h"
 #include "ops/check.h"
 

@@ -1,9 +1,9 @@
-"""The two ops of a scaler on any device: ``torch.ops.allfinite`` where its kernels are, torch's own elsewhere.
+"""The ops on gradients and scales on any device: ``torch.ops.allfinite`` where its kernels are, torch's own elsewhere.
 
-The kernels of ``unscale_and_check_`` and ``update_scale_`` are for the CPU. Tensors on other devices, and tensor
-subclasses such as DTensor that torch's op knows how to spread over ranks, go through torch's ops, to which is added
-here, without a host sync, what they lack: the floor and the cap, growth once the interval is *reached*, a check of the
-unscaled value, memory of several gradients unscaled once, and complex numbers.
+The kernels are for the CPU. Tensors on other devices, and tensor subclasses such as DTensor that torch's op knows how
+to spread over ranks, go through torch's ops, to which is added here, without a host sync, what they lack: the floor and
+the cap, growth once the interval is *reached*, a check of the unscaled value, memory of several gradients scaled once,
+complex numbers, norms in double.
 """
 
 from collections import defaultdict
@@ -61,6 +61,43 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, poli
         scale, growth_tracker, found_inf, policy.growth_factor, policy.backoff_factor, policy.growth_interval
     )
     torch.clamp(scale, floor, cap, out=scale)
+
+
+def get_total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all values of some tensors together: float64, no dimension.
+
+    Args:
+        tensors: as gradients of ``unscale_and_check_``.
+        norm_type: > 0; ``inf`` is the largest magnitude.
+    """
+    if all(map(_has_kernels, tensors)):
+        norm: Tensor = torch.ops.allfinite.get_total_norm(tensors, norm_type)
+        return norm
+    if not norm_type > 0:
+        raise ValueError(f"allfinite::get_total_norm: expected norm_type > 0, but got {norm_type}")
+    complex_or_real: dict[bool, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        complex_or_real[tensor.is_complex()].append(tensor)
+    norms: list[Tensor] = []
+    for is_complex, group in complex_or_real.items():
+        norms += torch._foreach_norm(group, norm_type, dtype=torch.complex128 if is_complex else torch.float64)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.double() for n in norms]), norm_type)
+    return total
+
+
+def clip_grads_with_norm_(grads: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
+    """``grads *= min(1, max_norm / (total_norm + 1e-6))`` in place; nothing where ``total_norm`` is not finite.
+
+    Args:
+        grads: as ``tensors`` of :func:`get_total_norm`, all on the device of ``total_norm``.
+    """
+    if all(map(_has_kernels, grads)):
+        torch.ops.allfinite.clip_grads_with_norm_(grads, max_norm, total_norm)
+        return
+    factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
+    factor = torch.where(total_norm.isfinite(), factor, 1.0)
+    for same_dtype in _by_dtype(grads):
+        torch._foreach_mul_(same_dtype, factor)
 
 
 def any_found(flags: Iterable[Tensor], device: torch.device) -> Tensor:
