@@ -176,9 +176,10 @@ bool in_range(const RowStats<A>& s, double variance, double eps, bool rms) {
 template <Sum kSum, class A>
 RowStats<A> checked_stats(const A*& x, int64_t n, double eps, A* buffer) {
   double variance = 0;
-  const RowStats<A> plain = row_stats<kSum>(x, n, A(1), eps, variance);
+  RowStats<A> plain = row_stats<kSum>(x, n, A(1), eps, variance);
   const A scale = in_range(plain, variance, eps, kSum == Sum::kNone) ? A(1) : rescue_scale(x, n);
   if (scale == 1) {
+    plain.rstd += static_cast<A>(variance * 0);  // NaN for an infinity: 1 / inf would be 0, and dx of the row with it
     return plain;
   }
   for_each_vector<A>(

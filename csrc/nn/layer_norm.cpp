@@ -3,11 +3,11 @@
 #include <torch/csrc/autograd/generated/variable_factories.h>
 #include <torch/nn/init.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "allfinite/nn.h"
 #include "allfinite/ops/norms.h"
+#include "nn/norm_options.h"
 #include "ops/check.h"
 
 namespace allfinite::nn {
@@ -23,9 +23,7 @@ LayerNormImpl::LayerNormImpl(torch::nn::LayerNormOptions options_) : options(std
 
 void LayerNormImpl::reset() {
   const auto& shape = options.normalized_shape();
-  TORCH_CHECK_VALUE(!shape.empty() && std::all_of(shape.begin(), shape.end(), [](int64_t n) { return n >= 0; }), kOp,
-                    ": expected normalized_shape of at least one dimension and no negative size, but got ",
-                    at::IntArrayRef(shape));
+  check_normalized_shape(kOp, shape);
   check::non_negative(kOp, "eps", options.eps());
   if (options.elementwise_affine()) {
     weight = register_parameter("weight", torch::empty(shape));

@@ -5,23 +5,11 @@
 
 #include <array>
 #include <tuple>
-#include <vector>
 
+#include "ops/norm_reference.h"
 #include "ops/op.h"
 
 namespace allfinite::reference {
-
-// The dimensions of a row, and those over rows.
-struct NormDims {
-  NormDims(const Tensor& input, int64_t ndim) {
-    for (int64_t d = 0; d < input.dim(); ++d) {
-      (d < input.dim() - ndim ? outer : inner).push_back(d);
-    }
-  }
-  Tensor row_mean(const Tensor& t) const { return t.mean(inner, /*keepdim=*/true); }
-  Tensor over_rows(const Tensor& t) const { return outer.empty() ? t : t.sum(outer); }
-  std::vector<int64_t> inner, outer;
-};
 
 inline std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& input, const OptionalTensor& weight,
                                                      const OptionalTensor& bias, int64_t ndim, double eps) {
@@ -30,8 +18,7 @@ inline std::tuple<Tensor, Tensor> layer_norm_forward(const Tensor& input, const 
   const Tensor deviation = input - mean;
   const Tensor mean_low = dims.row_mean(deviation);
   const Tensor centred = deviation - mean_low;
-  const Tensor denominator = dims.row_mean(centred * centred) + eps;
-  const Tensor rstd = at::where(denominator == 0, at::zeros_like(denominator), denominator.rsqrt());
+  const Tensor rstd = reciprocal_root(dims.row_mean(centred * centred), eps);
   Tensor output = centred * rstd;
   if (weight) {
     output = output * *weight;
@@ -59,18 +46,9 @@ inline std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad
   };
   const Tensor rstd = statistic(2);
   const Tensor xhat = ((input - statistic(0)) - statistic(1)) * rstd;
-  Tensor dx, dweight, dbias;
-  if (output_mask[0]) {
-    const Tensor g = weight ? grad * *weight : grad;
-    dx = (rstd * (g - dims.row_mean(g) - xhat * dims.row_mean(g * xhat))).contiguous();
-  }
-  if (output_mask[1] && weight) {
-    dweight = dims.over_rows(grad * xhat);
-  }
-  if (output_mask[2] && bias) {
-    dbias = dims.over_rows(grad);
-  }
-  return {dx, dweight, dbias};
+  const auto [dx, dweight, dbias] = gradients(dims, grad, {xhat, rstd}, weight, /*rms=*/false,
+                                              {output_mask[0], output_mask[1] && weight, output_mask[2] && bias});
+  return {dx.defined() ? dx.contiguous() : dx, dweight, dbias};
 }
 
 }  // namespace allfinite::reference

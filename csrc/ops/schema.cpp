@@ -21,6 +21,30 @@ TORCH_LIBRARY(allfinite, m) {
       "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       pt2);
 
+  m.def("rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) -> Tensor", pt2);
+  m.def("_rms_norm_forward(Tensor input, Tensor? weight, int ndim, float eps) -> (Tensor, Tensor)", pt2);
+  m.def(
+      "_rms_norm_backward(Tensor grad, Tensor input, Tensor? weight, Tensor stats, int ndim, bool[2] output_mask) "
+      "-> (Tensor, Tensor)",
+      pt2);
+
+  m.def(
+      "add_layer_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, Tensor? "
+      "bias=None, float eps=1e-05) -> (Tensor output, Tensor residual_out)",
+      pt2);
+  m.def(
+      "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight=None, float? eps=None) "
+      "-> (Tensor output, Tensor residual_out)",
+      pt2);
+  m.def(
+      "_add_norm_forward(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, int ndim, float eps, bool rms) "
+      "-> (Tensor, Tensor, Tensor)",
+      pt2);
+  m.def(
+      "_add_norm_backward(Tensor grad, Tensor? grad_residual_out, Tensor residual_out, Tensor? weight, Tensor? bias, "
+      "Tensor stats, int ndim, bool rms, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      pt2);
+
   m.def(
       "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float "
       "dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, *, float softcap=0.0, "

@@ -14,18 +14,22 @@ from allfinite.attention import scaled_dot_product_attention  # noqa: E402
 from allfinite.clip_grad import clip_grad_norm_  # noqa: E402
 from allfinite.conversion import ConversionReport, convert  # noqa: E402
 from allfinite.gradients import GradStats, grad_stats, unscale_and_check_, update_scale_  # noqa: E402
+from allfinite.norms import add_layer_norm, add_rms_norm, rms_norm  # noqa: E402
 from allfinite.ops import layer_norm  # noqa: E402
 
 __all__ = [
     "ConversionReport",
     "GradStats",
     "__version__",
+    "add_layer_norm",
+    "add_rms_norm",
     "amp",
     "clip_grad_norm_",
     "convert",
     "grad_stats",
     "layer_norm",
     "nn",
+    "rms_norm",
     "scaled_dot_product_attention",
     "unscale_and_check_",
     "update_scale_",

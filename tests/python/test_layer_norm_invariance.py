@@ -4,22 +4,8 @@ import pytest
 import torch
 
 import allfinite
-from support.bounds import DTYPES, assert_same_bits
+from support.bounds import DTYPES, assert_linear, assert_same_bits
 from support.norm_reference import run_layer_norm
-
-
-def scaled_back(tensor, exponent):
-    """tensor * 2^-exponent in float64: exact."""
-    return torch.ldexp(tensor.double(), torch.tensor(-exponent))
-
-
-def assert_linear(base, scaled, exponent):
-    """Bit-equal after scaling back, wherever both results are normal and finite; enough of them are."""
-    info = torch.finfo(base.dtype)
-    normal = (base.abs() >= info.tiny) & (scaled.abs() >= info.tiny) & scaled.isfinite()
-    normal |= (base == 0) & (scaled == 0)
-    assert torch.equal(base.double()[normal], scaled_back(scaled, exponent)[normal])
-    assert normal.double().mean() > 0.9
 
 
 @pytest.mark.parametrize("exponent", [-60, -24, -1, 1, 16, 24, 55])

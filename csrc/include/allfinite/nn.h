@@ -1,11 +1,14 @@
 // AllFinite's ops as modules for torch::nn models.
 #pragma once
+#include <torch/arg.h>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/options/normalization.h>
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
+#include <optional>
 #include <ostream>
+#include <utility>
 #include <vector>
 
 #include "allfinite/export.h"
@@ -35,5 +38,36 @@ class ALLFINITE_API LayerNormImpl : public torch::nn::Cloneable<LayerNormImpl> {
   torch::Tensor bias;
 };
 TORCH_MODULE(LayerNorm);
+
+// LibTorch has no RMSNorm of its own; these are the arguments and defaults of torch.nn.RMSNorm in Python.
+struct ALLFINITE_API RMSNormOptions {
+  explicit RMSNormOptions(std::vector<int64_t> normalized_shape) : normalized_shape_(std::move(normalized_shape)) {}
+
+  TORCH_ARG(std::vector<int64_t>, normalized_shape);
+  TORCH_ARG(std::optional<double>, eps) = std::nullopt;  // nullopt: the machine epsilon of fp32 (fp64 for fp64)
+  TORCH_ARG(bool, elementwise_affine) = true;
+};
+
+// torch.nn.RMSNorm with allfinite::rms_norm inside: one parameter, weight, that starts as 1.
+//
+// forward: [..., *normalized_shape] to the same shape and dtype. The weight may stay fp32 while the input is 16-bit.
+// NaN, infinities, rows of any magnitude and errors: see allfinite::rms_norm. Errors of the constructor:
+// c10::ValueError for an empty normalized_shape, a size < 0, or eps < 0 or not finite.
+class ALLFINITE_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
+ public:
+  explicit RMSNormImpl(std::vector<int64_t> normalized_shape)
+      : RMSNormImpl(RMSNormOptions(std::move(normalized_shape))) {}
+  explicit RMSNormImpl(RMSNormOptions options);
+
+  void reset() override;
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+
+  torch::Tensor forward(const torch::Tensor& input);
+
+  RMSNormOptions options;
+  torch::Tensor weight;  // undefined without elementwise_affine
+};
+TORCH_MODULE(RMSNorm);
 
 }  // namespace allfinite::nn

@@ -2,5 +2,6 @@
 
 from allfinite.nn.layer_norm import LayerNorm
 from allfinite.nn.multihead_attention import MultiheadAttention
+from allfinite.nn.rms_norm import RMSNorm
 
-__all__ = ["LayerNorm", "MultiheadAttention"]
+__all__ = ["LayerNorm", "MultiheadAttention", "RMSNorm"]

@@ -61,6 +61,16 @@ def assert_same_bits(a: Tensor, b: Tensor) -> None:
     assert torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
+def assert_linear(base: Tensor, scaled: Tensor, exponent: int) -> None:
+    """F4: ``scaled`` is 2^exponent times ``base``, bit for bit where both are normal and finite; enough of them are."""
+    info = torch.finfo(base.dtype)
+    normal = (base.abs() >= info.tiny) & (scaled.abs() >= info.tiny) & scaled.isfinite()
+    normal |= (base == 0) & (scaled == 0)
+    back = torch.ldexp(scaled.double(), torch.tensor(-exponent))  # exact in float64
+    assert torch.equal(base.double()[normal], back[normal])
+    assert normal.double().mean() > 0.9
+
+
 def assert_relative_l2(actual: Tensor, exact: Tensor, limit: float, terms: Tensor | None = None) -> None:
     """||actual - exact|| <= limit * (||exact|| + ||terms||) over the tensor; NaN and infinity never pass.
 

@@ -1,4 +1,4 @@
-"""LayerNorm in float64, with the terms that the bounds of F3 speak of, and the comparison of the op with it."""
+"""The norms in float64, with the terms that the bounds of F3 speak of, and the comparison of the ops with them."""
 
 import math
 from collections.abc import Sequence
@@ -19,21 +19,30 @@ class Exact:
     terms: Tensor
 
 
-def layer_norm_reference(
+def rms_eps(eps: float | None, dtype: torch.dtype) -> float:
+    """What ``eps=None`` stands for: the machine epsilon of the arithmetic."""
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps if eps is None else eps
+
+
+def norm_reference(
     x: Tensor,
     shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    dy: Tensor | None = None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dy: Tensor | None,
+    *,
+    rms: bool,
 ) -> dict[str, Exact]:
     """``y`` and, with ``dy``, ``dx``, ``dweight``, ``dbias``, from the rounded inputs; xhat = 0 where var + eps = 0."""
     n = math.prod(shape)
     rows = x.double().reshape(-1, n)
     gamma = torch.ones(n, dtype=torch.float64) if weight is None else weight.double().reshape(n)
     beta = torch.zeros(n, dtype=torch.float64) if bias is None else bias.double().reshape(n)
-    centred = rows - rows.mean(1, keepdim=True)
-    centred = centred - centred.mean(1, keepdim=True)
+    centred = rows
+    if not rms:
+        centred = rows - rows.mean(1, keepdim=True)
+        centred = centred - centred.mean(1, keepdim=True)
     total = centred.square().mean(1, keepdim=True) + eps
     rstd = torch.where(total == 0, 0.0, total.rsqrt())
     xhat = centred * rstd
@@ -42,14 +51,41 @@ def layer_norm_reference(
     if dy is not None:
         grad = dy.double().reshape(-1, n)
         g = grad * gamma
-        mean_g, mean_gx = g.mean(1, keepdim=True), (g * xhat).mean(1, keepdim=True)
-        dx = rstd * (g - mean_g - xhat * mean_gx)
-        mean_g, mean_gx = g.abs().mean(1, keepdim=True), (g * xhat).abs().mean(1, keepdim=True)
-        dx_terms = rstd * (g.abs() + mean_g + xhat.abs() * mean_gx)
-        result["dx"] = Exact(dx.reshape(x.shape), dx_terms.reshape(x.shape))
+
+        def of_rows(g: Tensor, xhat: Tensor, sign: int) -> Tensor:
+            mean_g = 0.0 if rms else g.mean(1, keepdim=True)
+            return rstd * (g + sign * mean_g + sign * xhat * (g * xhat).mean(1, keepdim=True))
+
+        result["dx"] = Exact(
+            of_rows(g, xhat, -1).reshape(x.shape),
+            of_rows(g.abs(), xhat.abs(), 1).reshape(x.shape),
+        )
         for name, columns in (("dweight", grad * xhat), ("dbias", grad)):
             result[name] = Exact(columns.sum(0).reshape(shape), columns.abs().sum(0).reshape(shape))
     return result
+
+
+def layer_norm_reference(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    dy: Tensor | None = None,
+) -> dict[str, Exact]:
+    """``norm_reference`` with the defaults of ``layer_norm``."""
+    return norm_reference(x, shape, weight, bias, eps, dy, rms=False)
+
+
+def rms_norm_reference(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    dy: Tensor | None = None,
+) -> dict[str, Exact]:
+    """``norm_reference`` with the defaults of ``rms_norm``."""
+    return norm_reference(x, shape, weight, None, rms_eps(eps, x.dtype), dy, rms=True)
 
 
 def run_layer_norm(
@@ -70,6 +106,38 @@ def run_layer_norm(
     return result
 
 
+def run_rms_norm(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    dy: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The op under test, with the keys of the reference; gradients of the arguments that are there."""
+    inputs = {"dx": x, "dweight": weight}
+    leaves = {name: t.detach().requires_grad_(dy is not None) for name, t in inputs.items() if t is not None}
+    y = allfinite.rms_norm(leaves["dx"], shape, leaves.get("dweight"), eps)
+    result = {"y": y.detach()}
+    if dy is not None:
+        result.update(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+    return result
+
+
+def assert_within_f3(actual: dict[str, Tensor], exact: dict[str, Exact]) -> None:
+    """F3 for every result that is there: an output or a gradient of rows, or of columns (dweight, dbias)."""
+    for name, got in actual.items():
+        value, terms = exact[name].value, exact[name].terms
+        if name in ("dweight", "dbias"):
+            assert_within_one_ulp(got, value, terms, factor=2**-21)
+        elif got.dtype in SIXTEEN_BIT:
+            assert_within_one_ulp(got, value, terms)
+        elif got.dtype == torch.float32:
+            assert_relative_l2(got, value, 2e-7, None if name == "y" else terms)
+        else:
+            # The reference has the precision of the result: a few roundings of each, 2^-50 in all.
+            assert_relative_l2(got, value, 2**-50, terms)
+
+
 def assert_layer_norm_accurate(
     x: Tensor,
     shape: Sequence[int],
@@ -79,15 +147,17 @@ def assert_layer_norm_accurate(
     dy: Tensor | None = None,
 ) -> None:
     """F3 for the output and every gradient."""
-    exact = layer_norm_reference(x, shape, weight, bias, eps, dy)
-    for name, actual in run_layer_norm(x, shape, weight, bias, eps, dy).items():
-        value, terms = exact[name].value, exact[name].terms
-        if name in ("dweight", "dbias"):
-            assert_within_one_ulp(actual, value, terms, factor=2**-21)
-        elif x.dtype in SIXTEEN_BIT:
-            assert_within_one_ulp(actual, value, terms)
-        elif x.dtype == torch.float32:
-            assert_relative_l2(actual, value, 2e-7, terms if name == "dx" else None)
-        else:
-            # The reference has the precision of the result: a few roundings of each, 2^-50 in all.
-            assert_relative_l2(actual, value, 2**-50, terms)
+    arguments = (x, shape, weight, bias, eps, dy)
+    assert_within_f3(run_layer_norm(*arguments), layer_norm_reference(*arguments))
+
+
+def assert_rms_norm_accurate(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    dy: Tensor | None = None,
+) -> None:
+    """F3 for the output and every gradient."""
+    arguments = (x, shape, weight, eps, dy)
+    assert_within_f3(run_rms_norm(*arguments), rms_norm_reference(*arguments))

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <tuple>
 
 #include "allfinite/export.h"
 
@@ -20,5 +21,31 @@ namespace allfinite {
 ALLFINITE_API at::Tensor layer_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
                                     const std::optional<at::Tensor>& weight = {},
                                     const std::optional<at::Tensor>& bias = {}, double eps = 1e-5);
+
+// input / sqrt(mean(input^2) + eps) * weight over the last dimensions, as torch::rms_norm.
+//
+// input, weight, dtypes, range, NaN, errors and derivatives: as layer_norm. eps absent: the machine epsilon of fp32
+// (fp64 for fp64). A row of zeros with eps 0 gives output and gradient 0.
+ALLFINITE_API at::Tensor rms_norm(const at::Tensor& input, at::IntArrayRef normalized_shape,
+                                  const std::optional<at::Tensor>& weight = {}, std::optional<double> eps = {});
+
+// residual_out = input + residual, and layer_norm or rms_norm of the stored residual_out, in one pass:
+// (output, residual_out).
+//
+// residual: input's shape (it is not broadcast) and dtype, or fp32 beside a 16-bit input, which keeps a residual stream
+// beyond fp16's range finite. residual_out: residual's dtype, the fp32 (fp64) sum rounded once; where that overflows it
+// is infinite, as the sum is, and its row of the norm NaN. output: input's dtype. Both are contiguous and
+// differentiable, and either may go unused: the gradients of input and residual are the norm's plus residual_out's,
+// added in fp32 (fp64) and rounded once to each dtype. Errors, also for a residual of another shape (c10::ValueError)
+// or dtype (c10::TypeError), and all else: as layer_norm and rms_norm.
+ALLFINITE_API std::tuple<at::Tensor, at::Tensor> add_layer_norm(const at::Tensor& input, const at::Tensor& residual,
+                                                                at::IntArrayRef normalized_shape,
+                                                                const std::optional<at::Tensor>& weight = {},
+                                                                const std::optional<at::Tensor>& bias = {},
+                                                                double eps = 1e-5);
+ALLFINITE_API std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at::Tensor& residual,
+                                                              at::IntArrayRef normalized_shape,
+                                                              const std::optional<at::Tensor>& weight = {},
+                                                              std::optional<double> eps = {});
 
 }  // namespace allfinite

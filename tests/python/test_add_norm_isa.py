@@ -1,0 +1,13 @@
+"""Every instruction set's kernels keep the contract of add_layer_norm and add_rms_norm."""
+
+import pytest
+
+from support.isa import other_capabilities, run_pytest_with
+
+NUMERIC = ("test_add_norm_accuracy.py", "test_add_norm_range.py", "test_add_norm_invariance.py")
+
+
+@pytest.mark.parametrize("capability", other_capabilities())
+def test_contract_with_each_instruction_set(capability):
+    """F1 to F7: vector widths, tails and conversions differ between the variants, the rules do not."""
+    run_pytest_with(capability, *NUMERIC)
