@@ -1,5 +1,6 @@
 # make train   sets everything up and runs the main job        (ARGS="--recipe stock" passes options on)
 # make test    sets everything up and runs all tests           (ARGS="-k layer_norm" goes to pytest)
+# make fuzz    random inputs against the numerics contract     (N=100000 cases; ARGS="--ops layer_norm --seed 7")
 # make build   the set-up alone: .venv with torch, and the build
 # make lint    the formatters and type checks
 #
@@ -9,6 +10,7 @@ TORCH ?= torch>=2.9
 VENV ?= .venv
 BUILD ?= build
 ARGS ?=
+N ?= 1000000
 
 BIN := $(VENV)/bin
 CMAKE := $(BIN)/cmake
@@ -17,7 +19,7 @@ export ALLFINITE_BUILD_DIR := $(abspath $(BUILD))
 # pip's complaints about the version of pip are no news to anybody.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build test train lint clean
+.PHONY: build test fuzz train lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.torch:
@@ -51,6 +53,9 @@ test: build $(VENV)/.test
 	@$(CMAKE) -S . -B $(BUILD) -DALLFINITE_TESTS=ON >/dev/null
 	@$(CMAKE) --build $(BUILD)
 	@$(BIN)/python scripts/run_tests.py $(BUILD) $(ARGS)
+
+fuzz: build $(VENV)/.test
+	@PYTHONPATH=tests/python $(BIN)/python -m contract --cases $(N) --summary $(BUILD)/fuzz/summary.md $(ARGS)
 
 train: build
 	@$(BIN)/python -m allfinite train $(ARGS)

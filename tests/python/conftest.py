@@ -1,4 +1,4 @@
-"""Shared by all Python tests: the support package on the path, and a fixed seed."""
+"""Shared by all Python tests: the support package on the path and a fixed seed; in the header the contract's."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from support.contract_seed import SEED
+
+
+def pytest_report_header() -> str:
+    return f"contract harness: ALLFINITE_CONTRACT_SEED={SEED} repeats its cases"
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,12 @@
+"""Every op under the contract."""
+
+from contract import attention, gradients, norms, update_scale
+from contract.base import OpContract
+
+CONTRACTS: tuple[OpContract, ...] = (
+    norms.LAYER_NORM.contract,
+    attention.ATTENTION,
+    gradients.UNSCALE,
+    gradients.GRAD_STATS,
+    update_scale.UPDATE_SCALE,
+)
