@@ -54,6 +54,7 @@ class Shared(NamedTuple):
     alone: Callable[[int], tuple[Case, dict[str, Any]]] | None = None  # row -> its case, and where its results lie
     rows: int = 0
     linear: Callable[[Case], dict[str, Any]] = lambda case: {}  # where F4 holds, for the results where not everywhere
+    least: float = 0.0  # and from which magnitude on, beside the smallest normal number
 
 
 def cross_check(kind: str, shared: Shared, api: object) -> None:
@@ -69,7 +70,7 @@ def cross_check(kind: str, shared: Shared, api: object) -> None:
         first, second = base.run(api), scaled.run(api)
         where = shared.linear(base if k > 0 else scaled)
         for name in ("d" + name for name in case.wrt):
-            rules.linear(name, first[name], second[name], k, where.get(name, True), base, scaled)
+            rules.linear(name, first[name], second[name], k, where.get(name, True), shared.least, base, scaled)
     elif kind == "layout":
         plain = change(
             case,

@@ -38,6 +38,8 @@ class Case:
         exec(_compiled(self.call), names)
         got = {name: names[name] for name in self.results}
         if leaves:
+            # A result that none of these inputs reaches takes no gradient.
+            self.incoming = {name: t for name, t in self.incoming.items() if got[name].requires_grad}
             outputs = [got[name] for name in self.incoming]
             grads = torch.autograd.grad(outputs, list(leaves.values()), list(self.incoming.values()))
             got = {name: t.detach() for name, t in got.items()}

@@ -93,36 +93,29 @@ def attention_without_mask() -> SimpleNamespace:
 
 
 class _RoundedD(torch.autograd.Function):
-    """Attention in fp32 with D = sum(dO * O) from the rounded output, as many backwards have it."""
+    """Moves D = sum(dO * O) by the rounding of O: in the backward that is a gradient of lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        scores = q.float() @ k.float().mT * scale
-        weights = scores.softmax(-1)
-        output = (weights @ v.float()).to(q.dtype)
-        ctx.save_for_backward(q, k, v, weights, output)
-        ctx.scale = scale
-        return output, scores.logsumexp(-1)
+    def forward(ctx: Any, output: Tensor, lse: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.rounding = rounding
+        return output.clone(), lse.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, weights, output = ctx.saved_tensors
-        grad = grad.float()
-        d = (grad * output.float()).sum(-1, keepdim=True) - grad_lse.unsqueeze(-1)
-        ds = weights * (grad @ v.float().mT - d) * ctx.scale
-        return (ds @ k.float()).to(q.dtype), (ds.mT @ q.float()).to(q.dtype), (weights.mT @ grad).to(q.dtype), None
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor, Tensor, None]:
+        moved = (grad.double() * ctx.rounding).sum(-1)
+        return grad, grad_lse - moved.to(grad_lse.dtype), None
 
 
 def attention_with_rounded_d() -> SimpleNamespace:
-    """The op, but for plain 16-bit problems of ordinary numbers, which go through ``_RoundedD``."""
+    """Attention whose backward takes D from the rounded output, as many do."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-        special = mask is not None or options["is_causal"] or options["window"] or options["softcap"]
-        ordinary = q.numel() and k.numel() and all(t.abs().max() < 100 for t in (q, k, v))
-        if special or options["enable_gqa"] or not ordinary or q.dtype != torch.float16:
-            return allfinite.scaled_dot_product_attention(q, k, v, mask, **options)
-        scale = q.size(-1) ** -0.5 if options["scale"] is None else options["scale"]
-        return _RoundedD.apply(q, k, v, scale)
+        output, lse = allfinite.scaled_dot_product_attention(q, k, v, mask, **options)
+        wide = (
+            None if t is None else t.detach() if t.dtype == torch.bool else t.detach().double() for t in (q, k, v, mask)
+        )
+        exact, _ = allfinite.scaled_dot_product_attention(*wide, **options)
+        return _RoundedD.apply(output, lse, (output.detach().double() - exact).nan_to_num(0, 0, 0))
 
     return SimpleNamespace(scaled_dot_product_attention=attention)
 
