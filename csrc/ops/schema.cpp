@@ -46,6 +46,21 @@ TORCH_LIBRARY(allfinite, m) {
       pt2);
 
   m.def(
+      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int ignore_index=-100, str reduction=\"mean\", "
+      "float label_smoothing=0.0, *, float z_loss=0.0) -> Tensor",
+      pt2);
+  // reduction: 0 none, 1 mean, 2 sum; stats: what backward needs of each row; denominator: fp64, of the mean, else 1.
+  m.def(
+      "_cross_entropy_forward(Tensor input, Tensor target, Tensor? weight, int ignore_index, int reduction, float "
+      "label_smoothing, float z_loss) -> (Tensor loss, Tensor stats, Tensor denominator)",
+      pt2);
+  m.def(
+      "_cross_entropy_backward(Tensor grad, Tensor input, Tensor target, Tensor? weight, Tensor stats, Tensor "
+      "denominator, int ignore_index, int reduction, float label_smoothing, float z_loss, bool[2] output_mask) -> "
+      "(Tensor, Tensor)",
+      pt2);
+
+  m.def(
       "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float "
       "dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False, *, float softcap=0.0, "
       "int[]? window=None) -> Tensor",

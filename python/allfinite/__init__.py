@@ -14,6 +14,7 @@ from allfinite.attention import scaled_dot_product_attention  # noqa: E402
 from allfinite.clip_grad import clip_grad_norm_  # noqa: E402
 from allfinite.conversion import ConversionReport, convert  # noqa: E402
 from allfinite.gradients import GradStats, grad_stats, unscale_and_check_, update_scale_  # noqa: E402
+from allfinite.losses import cross_entropy  # noqa: E402
 from allfinite.norms import add_layer_norm, add_rms_norm, rms_norm  # noqa: E402
 from allfinite.ops import layer_norm  # noqa: E402
 
@@ -26,6 +27,7 @@ __all__ = [
     "amp",
     "clip_grad_norm_",
     "convert",
+    "cross_entropy",
     "grad_stats",
     "layer_norm",
     "nn",

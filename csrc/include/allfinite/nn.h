@@ -2,6 +2,7 @@
 #pragma once
 #include <torch/arg.h>
 #include <torch/nn/cloneable.h>
+#include <torch/nn/options/loss.h>
 #include <torch/nn/options/normalization.h>
 #include <torch/nn/pimpl.h>
 
@@ -69,5 +70,25 @@ class ALLFINITE_API RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
   torch::Tensor weight;  // undefined without elementwise_affine
 };
 TORCH_MODULE(RMSNorm);
+
+// torch::nn::CrossEntropyLoss with allfinite::cross_entropy inside: the same options, and the same name, "weight", in
+// an archive; z_loss as an argument of its own (>= 0).
+//
+// forward: logits (C), (N, C) or (N, C, d1, ...) and class indices or probabilities to the loss, fp32 (fp64 for fp64).
+// NaN, infinities, ignored rows and errors: see allfinite::cross_entropy.
+class ALLFINITE_API CrossEntropyLossImpl : public torch::nn::Cloneable<CrossEntropyLossImpl> {
+ public:
+  explicit CrossEntropyLossImpl(torch::nn::CrossEntropyLossOptions options = {}, double z_loss = 0.0);
+
+  void reset() override;
+  void pretty_print(std::ostream& stream) const override;
+
+  torch::Tensor forward(const torch::Tensor& input, const torch::Tensor& target);
+
+  torch::nn::CrossEntropyLossOptions options;
+  double z_loss;
+  torch::Tensor weight;  // a buffer; undefined without weights
+};
+TORCH_MODULE(CrossEntropyLoss);
 
 }  // namespace allfinite::nn

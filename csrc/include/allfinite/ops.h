@@ -3,4 +3,5 @@
 #pragma once
 #include "allfinite/ops/attention.h"
 #include "allfinite/ops/gradients.h"
+#include "allfinite/ops/losses.h"
 #include "allfinite/ops/norms.h"

@@ -1,7 +1,8 @@
 """Modules with the names, arguments and state dicts of ``torch.nn``, over the ops of this package."""
 
+from allfinite.nn.cross_entropy import CrossEntropyLoss
 from allfinite.nn.layer_norm import LayerNorm
 from allfinite.nn.multihead_attention import MultiheadAttention
 from allfinite.nn.rms_norm import RMSNorm
 
-__all__ = ["LayerNorm", "MultiheadAttention", "RMSNorm"]
+__all__ = ["CrossEntropyLoss", "LayerNorm", "MultiheadAttention", "RMSNorm"]
