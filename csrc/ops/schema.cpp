@@ -82,6 +82,18 @@ TORCH_LIBRARY(allfinite, m) {
       "int right, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
       pt2);
 
+  m.def("softmax(Tensor input, int dim, *, Tensor? mask=None, float scale=1.0) -> Tensor", pt2);
+  // dim >= 0; mask has as many dimensions as input. weights: the output of 16-bit rows before its rounding, in fp32, if
+  // keep_weights (as autograd sets it); else, and for fp32 and fp64, empty: there backward takes the output for it.
+  m.def(
+      "_softmax_forward(Tensor input, Tensor? mask, int dim, float scale, bool keep_weights) -> (Tensor output, Tensor "
+      "weights)",
+      pt2);
+  m.def(
+      "_softmax_backward(Tensor grad, Tensor input, Tensor? mask, Tensor weights, int dim, float scale, bool[2] "
+      "output_mask) -> (Tensor, Tensor)",
+      pt2);
+
   m.def("unscale_and_check_(Tensor(a!)[] grads, Tensor(b!) found_inf, Tensor inv_scale) -> ()", pt2);
   m.def(
       "grad_stats(Tensor[] grads) -> (Tensor found_inf, Tensor norm, Tensor amax, Tensor zeros, Tensor "

@@ -16,7 +16,7 @@ from allfinite.conversion import ConversionReport, convert  # noqa: E402
 from allfinite.gradients import GradStats, grad_stats, unscale_and_check_, update_scale_  # noqa: E402
 from allfinite.losses import cross_entropy  # noqa: E402
 from allfinite.norms import add_layer_norm, add_rms_norm, rms_norm  # noqa: E402
-from allfinite.ops import layer_norm  # noqa: E402
+from allfinite.ops import layer_norm, softmax  # noqa: E402
 
 __all__ = [
     "ConversionReport",
@@ -33,6 +33,7 @@ __all__ = [
     "nn",
     "rms_norm",
     "scaled_dot_product_attention",
+    "softmax",
     "unscale_and_check_",
     "update_scale_",
     "utils",
