@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "allfinite/ops.h"
+#include "allfinite/ops/softmax.h"
 #include "ops/check.h"
 #include "ops/op.h"
 #include "ops/op_node.h"

@@ -5,3 +5,4 @@
 #include "allfinite/ops/gradients.h"
 #include "allfinite/ops/losses.h"
 #include "allfinite/ops/norms.h"
+#include "allfinite/ops/softmax.h"
