@@ -88,7 +88,13 @@ ALLFINITE_INLINE Vec<float> exp_below_zero(Vec<float> x, Vec<float> low) {
   constexpr float kLowest = kLowestPower<T> * 0x1.62e43p-1f;
   const Vec<float> shifted = fma(x, splat(0x1.715476p0f), splat(kRound));
   const Vec<float> n = shifted - kRound;
-  const Vec<float> r = fma(n, splat(-0x1.62e43p-1f), x) + low;  // ln 2 is off by 2e-9, times n of 126 at most
+  Vec<float> r;
+  if constexpr (kFusedMultiplyAdd) {
+    r = fma(n, splat(-0x1.62e43p-1f), x);  // ln 2 is off by 2e-9, times n of 135 at most
+  } else {
+    r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // the first product is exact
+  }
+  r += low;
   // (exp(r) - 1 - r) / r^2: minimax of the relative error of exp, 1.1e-7.
   Vec<float> p = splat(0x1.106256p-7f);
   p = fma(p, r, splat(0x1.572a64p-5f));
