@@ -170,12 +170,13 @@ Results forward_cpu(const Tensor& input, const Tensor& residual, const OptionalT
 Gradients backward_cpu(const Tensor& grad, const OptionalTensor& grad_sum, const Tensor& sum,
                        const OptionalTensor& weight, const OptionalTensor& bias, const Tensor& stats, int64_t ndim,
                        bool rms, Mask output_mask) {
+  check::dtype_beside(op_name(rms), "residual_out", sum, grad);  // grad has the input's dtype
   auto [dinput, dresidual, dweight, dbias] =
       backward_meta(grad, grad_sum, sum, weight, bias, stats, ndim, rms, output_mask);
   // In one dtype there is one gradient, and the node asks for one. Whoever asks for both gets two tensors.
   const bool same = sum.scalar_type() == grad.scalar_type();
   norm_backward_cpu({.grad = grad,
-                     .grad_sum = or_undefined(grad_sum),
+                     .grad_sum = grad_sum ? grad_sum->to(sum.scalar_type()) : Tensor(),
                      .x = sum,
                      .weight = weight,
                      .stats = stats,

@@ -13,12 +13,18 @@ struct Affine {
     if ((w && w->scalar_type() != dtype) || (b && b->scalar_type() != dtype)) {
       dtype = at::kFloat;
     }
-    weight = w ? w->to(dtype).contiguous() : Tensor();
-    bias = b ? b->to(dtype).contiguous() : Tensor();
+    weight = prepared(w);
+    bias = prepared(b);
   }
   static const void* pointer(const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
   Tensor weight, bias;
   at::ScalarType dtype;
+
+ private:
+  // Without a call of `to` where there is nothing to do: that costs as much as a short row.
+  Tensor prepared(const OptionalTensor& t) const {
+    return !t ? Tensor() : t->scalar_type() == dtype ? t->contiguous() : t->to(dtype).contiguous();
+  }
 };
 
 }  // namespace allfinite

@@ -43,7 +43,7 @@ TEST_CASE("nn::RMSNorm: fp32 weight beside a 16-bit input, and no parameter with
   CHECK(RMSNorm(std::vector<int64_t>{4})->forward(at::ones({2, 4}, at::kHalf)).scalar_type() == at::kHalf);
   RMSNorm plain(RMSNormOptions({4}).elementwise_affine(false));
   CHECK(plain->parameters().empty());
-  CHECK(at::allclose(plain->forward(at::full({4}, 7)), at::ones({4}), 0, 1e-6));  // eps and the rounding of 4 terms
+  CHECK(at::allclose(plain->forward(at::full({4}, 7.0f)), at::ones({4}), 0, 1e-6));  // eps and the rounding of 4 terms
 }
 
 TEST_CASE("nn::RMSNorm: prints its options") {
