@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 CMAKE := $(BIN)/cmake
 export PATH := $(abspath $(BIN)):$(PATH)
 export ALLFINITE_BUILD_DIR := $(abspath $(BUILD))
+# What the tests need may depend on torch, too, and must not bring another one: the library is built for this one.
+INSTALLED_TORCH = "torch==$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))')"
 # pip's complaints about the version of pip are no news to anybody.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -44,7 +46,7 @@ build: $(VENV)/.package
 
 $(VENV)/.test: $(VENV)/.package
 	@echo "AllFinite: installing what the tests need"
-	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]" $(INSTALLED_TORCH)
 	@touch $@
 
 test: build $(VENV)/.test

@@ -52,8 +52,9 @@ def test_report_says_what_was_swapped_and_what_was_not():
     )
     report = allfinite.convert(model)
     assert len(report.swapped) == 12 * 3 + 1
+    differs = "its forward, tried on random input, differs from a layer norm and from an RMS norm by 0.4 of its size"
     assert {(left.name, left.reason) for left in report.left} == {
-        ("own", "it has a forward of its own"),
+        ("own", differs),
         ("attention", "it has a forward of its own"),
     }
     assert str(report).splitlines() == [
@@ -64,7 +65,7 @@ def test_report_says_what_was_swapped_and_what_was_not():
         "    vit.blocks.*.norm2 (12)  torch.nn.LayerNorm -> allfinite.nn.LayerNorm",
         "    vit.norm  torch.nn.LayerNorm -> allfinite.nn.LayerNorm",
         "  left alone:",
-        "    own  test_convert.OwnNorm: it has a forward of its own",
+        f"    own  test_convert.OwnNorm: {differs}",
         "    attention  test_convert.OwnMultihead: it has a forward of its own",
     ]
 
@@ -98,6 +99,28 @@ def test_objects_flags_and_names_are_kept():
     assert not model.norm.weight.requires_grad
     assert model.norm.seen.tolist() == [1, 1]
     assert {p.dtype for p in model.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (nn.LayerNorm(8), (torch.randn(3, 8),)),
+        (nn.RMSNorm(8), (torch.randn(3, 8),)),
+        (nn.RMSNorm(8, eps=1e-3, elementwise_affine=False), (torch.randn(3, 8),)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_each_kind_of_torch(module, arguments):
+    """Swapped for the module of the same name with the same settings; copied, pickled and taken back."""
+    want, kind, text = module(*arguments), type(module), repr(module)
+    report = allfinite.convert(module)
+    assert type(module) is getattr(allfinite.nn, kind.__name__)
+    assert repr(module) == text
+    torch.testing.assert_close(module(*arguments), want)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert_same_bits(other(*arguments).detach(), module(*arguments).detach())
+    report.undo()
+    assert type(module) is kind
 
 
 def test_hooks_of_every_kind_go_on_firing():

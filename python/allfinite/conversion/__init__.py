@@ -2,9 +2,11 @@
 
 What is swapped:
 
-* ``torch.nn.LayerNorm`` and ``torch.nn.MultiheadAttention``, and subclasses of theirs that keep ``forward``;
+* ``torch.nn.LayerNorm``, ``RMSNorm`` and ``MultiheadAttention``, and subclasses of theirs that keep ``forward``;
+* layer norms and RMS norms of timm, transformers and others, by duck type: see ``norms.py`` for the rule, which ends
+  in trial runs against the module's own ``forward``;
 * attention modules in timm's shape (``qkv``, ``proj``, ``num_heads``), by duck type: see ``split_attention.py`` for the
-  rule, which ends in a trial run against the module's own ``forward``.
+  rule, which ends in a trial, too.
 
 How: the module object stays, its class changes to one that differs in ``forward`` alone. So everything that belongs to
 the object stays by nature: parameters, buffers, submodules and their hooks, its own hooks, names in the state dict,

@@ -6,8 +6,8 @@ Many projects carry a class of this shape under names of their own, so a module 
    submodules are only the optional ``q_norm``, ``k_norm``, ``norm``, ``attn_drop`` and ``proj_drop``; no parameter or
    buffer lies in the module itself (a table of relative positions, a learnt temperature).
 2. Its ``forward`` takes ``(x)``, ``(x, attn_mask=None)`` or ``(x, attn_mask=None, is_causal=False)``.
-3. A trial agrees (``trial.py``): on a bare copy with random float32 weights its own ``forward`` and the replacement
-   give the same result for a small random input, with each optional argument, and with each dropout at 1.
+3. A trial agrees (``attention_trial.py``): on a bare copy with random float32 weights its own ``forward`` and the
+   replacement give the same result for a small random input, with each optional argument, and with each dropout at 1.
 
 Only then is it swapped; otherwise the report says which of these failed.
 """

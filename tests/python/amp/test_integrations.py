@@ -23,6 +23,7 @@ def test_accelerate_sees_which_steps_were_skipped() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated")
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_lightning_takes_it_as_a_plugin(package: str) -> None:
     lightning = pytest.importorskip(package)

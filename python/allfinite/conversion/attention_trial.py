@@ -1,8 +1,6 @@
-"""Runs a module's own ``forward`` beside its replacement, on a copy, to see whether they compute the same.
+"""Runs the ``forward`` of attention in timm's shape beside its replacement, to see whether they compute the same.
 
-The copy is bare: it shares no tensor and no hook with the model, its weights are random float32 on the CPU. So the
-trial has no side effect, needs no device, and a projection that starts at zero cannot hide a difference. The state of
-torch's random generator is restored.
+Both run on a bare copy (``bare_copy.py``). The state of torch's random generator is restored.
 """
 
 from collections.abc import Callable
@@ -11,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import UninitializedParameter
+
+from allfinite.conversion.bare_copy import attributes, bare_copy, first_line, stored
 
 _TOKENS, _BATCH = 5, 2
 # fp32 maths in another order moves a result by 1e-6 of its size; another formula by far more than this.
@@ -26,13 +25,8 @@ def disagreement(module: Module, replacement: Callable[..., Tensor], optional: l
         replacement: the forward to be, called with the module first.
         optional: which of 'attn_mask' and 'is_causal' the module's forward takes.
     """
-    parameters = list(module.parameters())
-    if any(isinstance(p, UninitializedParameter) for p in parameters):
-        return "its parameters are not initialised yet"
-    if not all(p.is_floating_point() for p in parameters):
-        return "its parameters are not floating point numbers"
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        bare = _bare_copy(module, torch.Generator().manual_seed(0))
+        bare = bare_copy(module, torch.Generator().manual_seed(0))
         for what, dropped, arguments in _cases(optional):
             reason = _compare(bare, replacement, dropped, arguments)
             if reason:
@@ -64,13 +58,12 @@ def _compare(bare: Module, replacement: Callable[..., Tensor], dropped: str, arg
     for name, child in bare.named_children():
         if isinstance(child, torch.nn.Dropout):
             child.p = float(name == dropped)
-    state = _attributes(bare)
+    state = attributes(bare)
     try:
         expected = bare.forward(x.clone(), **arguments)
     except Exception as error:
-        return f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    changed = [name for name, value in _attributes(bare).items() if state.get(name, state) is not value]
-    if changed:
+        return f"raised {first_line(error)}"
+    if changed := stored(bare, state):
         return f"stored something in {', '.join(changed)}"
     if not isinstance(expected, Tensor):
         return f"gave a {type(expected).__name__}, not a tensor"
@@ -80,31 +73,3 @@ def _compare(bare: Module, replacement: Callable[..., Tensor], dropped: str, arg
     difference = float((expected - actual).abs().max())
     size = max(1.0, float(expected.abs().max()))
     return "" if difference <= _TOLERANCE * size else f"differs from attention by {difference / size:.2g} of its size"
-
-
-def _attributes(module: Module) -> dict[str, object]:
-    return {**module.__dict__, **module._buffers, "training": None}
-
-
-def _bare_copy(module: Module, generator: torch.Generator) -> Module:
-    """The module and its submodules without hooks, with new weights."""
-    bare = module.__class__.__new__(module.__class__)
-    plain = {name: value for name, value in module.__dict__.items() if name != "forward"}
-    bare.__dict__.update({**plain, **Module().__dict__, "training": False})
-    for name, parameter in module._parameters.items():
-        bare._parameters[name] = None if parameter is None else _random_parameter(parameter.shape, generator)
-    for name, buffer in module._buffers.items():
-        on_cpu = None if buffer is None else torch.ones(buffer.shape, dtype=buffer.dtype, device="cpu")
-        bare._buffers[name] = on_cpu.float() if on_cpu is not None and on_cpu.is_floating_point() else on_cpu
-    for name, child in module._modules.items():
-        bare._modules[name] = None if child is None else _bare_copy(child, generator)
-    return bare
-
-
-def _random_parameter(shape: torch.Size, generator: torch.Generator) -> torch.nn.Parameter:
-    values = torch.empty(shape, device="cpu", dtype=torch.float32)
-    if len(shape) >= 2:
-        values.normal_(0, shape[-1] ** -0.5, generator=generator)  # keeps the size of activations
-    else:
-        values.uniform_(0.5, 1.5, generator=generator)
-    return torch.nn.Parameter(values, requires_grad=False)

@@ -1,0 +1,1 @@
+"""What other libraries need to run AllFinite by name; each module here imports its library, which is optional."""
