@@ -107,6 +107,11 @@ def test_objects_flags_and_names_are_kept():
         (nn.LayerNorm(8), (torch.randn(3, 8),)),
         (nn.RMSNorm(8), (torch.randn(3, 8),)),
         (nn.RMSNorm(8, eps=1e-3, elementwise_affine=False), (torch.randn(3, 8),)),
+        (nn.Softmax(-1), (torch.randn(3, 8),)),
+        (
+            nn.CrossEntropyLoss(torch.rand(8), ignore_index=2, reduction="sum", label_smoothing=0.1),
+            (torch.randn(3, 8), torch.tensor([1, 2, 3])),
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

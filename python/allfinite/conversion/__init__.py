@@ -2,7 +2,8 @@
 
 What is swapped:
 
-* ``torch.nn.LayerNorm``, ``RMSNorm`` and ``MultiheadAttention``, and subclasses of theirs that keep ``forward``;
+* ``torch.nn.LayerNorm``, ``RMSNorm``, ``MultiheadAttention``, ``Softmax`` and ``CrossEntropyLoss``, and subclasses of
+  theirs that keep ``forward``;
 * layer norms and RMS norms of timm, transformers and others, by duck type: see ``norms.py`` for the rule, which ends
   in trial runs against the module's own ``forward``;
 * attention modules in timm's shape (``qkv``, ``proj``, ``num_heads``), by duck type: see ``split_attention.py`` for the

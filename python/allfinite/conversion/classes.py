@@ -14,6 +14,8 @@ _NAMED: dict[type[Module], type[Module]] = {
     torch.nn.LayerNorm: nn.LayerNorm,
     torch.nn.RMSNorm: nn.RMSNorm,
     torch.nn.MultiheadAttention: nn.MultiheadAttention,
+    torch.nn.CrossEntropyLoss: nn.CrossEntropyLoss,
+    torch.nn.Softmax: nn.Softmax,
 }
 
 

@@ -19,6 +19,8 @@ _KINDS: tuple[tuple[type[Module], type[Module], str], ...] = (
     (torch.nn.LayerNorm, nn.LayerNorm, _NORM_OPS["layer_norm"]),
     (torch.nn.RMSNorm, nn.RMSNorm, _NORM_OPS["rms_norm"]),
     (torch.nn.MultiheadAttention, nn.MultiheadAttention, _ATTENTION_OP),
+    (torch.nn.CrossEntropyLoss, nn.CrossEntropyLoss, "allfinite::_cross_entropy_forward"),
+    (torch.nn.Softmax, nn.Softmax, "allfinite::_softmax_forward"),
 )
 
 # Read by the fast paths of torch's encoder, and by nothing else: where, and what turns the path off.
@@ -46,7 +48,7 @@ class _Choice:
 
 
 def convert(model: Module) -> ConversionReport:
-    """Swaps norms and attention of ``model`` for finite ones, in place.
+    """Swaps norms, attention, softmax and cross entropy of ``model`` for finite ones, in place.
 
     The outputs stay what they were within rounding; where the former modules overflowed, they are finite. The optimizer
     need not be made anew: every Parameter stays the same object. Call it before or after moving the model, before
