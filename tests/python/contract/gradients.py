@@ -37,7 +37,8 @@ class Params(NamedTuple):
 
 
 @st.composite
-def _params(draw: st.DrawFn) -> Params:
+def params(draw: st.DrawFn) -> Params:
+    """Lists of one to four tensors."""
     dtype = draw(st.sampled_from(DTYPES))
     other = st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.sampled_from(LAYOUTS))
     return Params(
@@ -76,13 +77,22 @@ def _run_unscale(case: Case, api: Any) -> dict[str, Tensor]:
     """The call on a copy of all memory: the memory of each gradient afterwards, gaps included, and the flag."""
     work = change(case, copy.deepcopy(case.inputs))
     work.run(api)
-    after = {f"grads[{i}]": _memory(t) for i, t in enumerate(work.inputs["grads"])}
+    after = {f"grads[{i}]": memory(t) for i, t in enumerate(work.inputs["grads"])}
     return {**after, "found_inf": work.inputs["found_inf"], "inv_scale": work.inputs["inv_scale"]}
 
 
-def _memory(t: Tensor) -> Tensor:
+def memory(t: Tensor) -> Tensor:
     """All numbers of the storage."""
     return t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+
+
+def touched(t: Tensor, grads: list[Tensor]) -> Tensor:
+    """Which numbers of the memory of ``t`` are elements of any gradient."""
+    places = torch.zeros(memory(t).shape, dtype=torch.bool)
+    for other in grads:
+        if other.untyped_storage().data_ptr() == t.untyped_storage().data_ptr():
+            places.as_strided(other.shape, other.stride(), other.storage_offset()).fill_(True)
+    return places
 
 
 def _verify_unscale(case: Case, p: Params, api: Any) -> dict[str, float]:
@@ -91,13 +101,9 @@ def _verify_unscale(case: Case, p: Params, api: Any) -> dict[str, float]:
     got = _run_unscale(case, api)
     expected, bad = {}, float(case.inputs["found_inf"]) != 0
     for i, t in enumerate(grads):
-        touched = torch.zeros(_memory(t).shape, dtype=torch.bool)
-        for other in grads:
-            if other.untyped_storage().data_ptr() == t.untyped_storage().data_ptr():
-                touched.as_strided(other.shape, other.stride(), other.storage_offset()).fill_(True)
-        result = unscaled(_memory(t), float(inv_scale))
+        result = unscaled(memory(t), float(inv_scale))
         bad |= not bool((t.isfinite() & unscaled(t, float(inv_scale)).isfinite()).all())
-        expected[f"grads[{i}]"] = torch.where(touched, result, _memory(t))
+        expected[f"grads[{i}]"] = torch.where(touched(t, grads), result, memory(t))
     for name, value in expected.items():
         rules.same_bits("F3, multiplied once and rounded once", f"memory of {name}", got[name], value, case)
     if float(got["found_inf"]) != float(bad):
@@ -109,7 +115,7 @@ def _verify_unscale(case: Case, p: Params, api: Any) -> dict[str, float]:
 
 
 UNSCALE = OpContract(
-    "unscale_and_check_", _params(), _build_unscale, _verify_unscale, share=0.5,
+    "unscale_and_check_", params(), _build_unscale, _verify_unscale, share=0.5,
     dimensions=("dtype", "fill", "layout", "shared", "inv_scale", "found_inf", "cross_check"),
 )  # fmt: skip
 
@@ -149,6 +155,6 @@ def _verify_stats(case: Case, p: Params, api: Any) -> dict[str, float]:
 
 
 GRAD_STATS = OpContract(
-    "grad_stats", _params(), _build_stats, _verify_stats, share=0.5,
+    "grad_stats", params(), _build_stats, _verify_stats, share=0.5,
     dimensions=("dtype", "fill", "layout", "shared", "cross_check"),
 )  # fmt: skip

@@ -123,6 +123,11 @@ class Norm:
                 name: slice(row, row + 1) for name in got if name not in ("dweight", "dbias")
             }
 
+        # Where rstd multiplies what is subnormal, the result has fewer digits; fp64 rows are not scaled for backward.
+        rstd = self._normalised(*self._rows(case, got, n))[1]
+        rstd = np.where(np.isfinite(rstd), rstd, 0).max(initial=1)
+        least = 2.0**-960 if p.dtype == torch.float64 else 2.0**-102 * float(rstd)
+
         def linear_in(dy: Tensor) -> dict[str, Array]:
             """A column sum is linear bit for bit where no product is subnormal ("Doubt" in docs/numerics.md)."""
             size = np.abs(wide(dy).reshape(-1, n) * self._normalised(*self._rows(case, got, n))[0])
@@ -131,7 +136,7 @@ class Norm:
 
         cross_check(
             p.cross_check,
-            Shared(case, got, rng, alone, len(case.inputs["x"]), lambda part: linear_in(part.incoming["y"])),
+            Shared(case, got, rng, alone, len(case.inputs["x"]), lambda part: linear_in(part.incoming["y"]), least),
             api,
         )
         return shares

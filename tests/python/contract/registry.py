@@ -1,6 +1,6 @@
 """Every op under the contract."""
 
-from contract import attention, gradients, norms, update_scale
+from contract import attention, clip_grad_norm, gradients, norms, update_scale
 from contract.base import OpContract
 
 CONTRACTS: tuple[OpContract, ...] = (
@@ -11,5 +11,6 @@ CONTRACTS: tuple[OpContract, ...] = (
     attention.ATTENTION,
     gradients.UNSCALE,
     gradients.GRAD_STATS,
+    clip_grad_norm.CLIP_GRAD_NORM,
     update_scale.UPDATE_SCALE,
 )

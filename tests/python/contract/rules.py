@@ -57,7 +57,8 @@ def wide(t: Tensor, dtype: torch.dtype | None = None) -> Array:
 @cache
 def _limits(dtype: torch.dtype) -> tuple[float, float, float, float]:
     info = torch.finfo(dtype)
-    return info.tiny, info.max, info.eps, info.max * (info.eps / 4)  # half an ulp of the largest number
+    half_ulp = float(np.ldexp(info.eps, int(np.frexp(info.max)[1]) - 2))  # of the largest number
+    return info.tiny, info.max, info.eps, half_ulp
 
 
 def ulp(value: Array, dtype: torch.dtype) -> Array:

@@ -7,6 +7,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 OUTPUT_TERMS, COLUMN_TERMS = 2**-20, 2**-21  # beside one ulp: of the terms of an output, of dgamma and dbeta
 GRADIENT_NORM = 1e-6  # relative
+FP32_SOFTMAX = 2**-17  # of the terms; weights below 2^-126 may flush
 FP32_NORM = 2e-7  # relative L2 of the fp32 norms
 
 
