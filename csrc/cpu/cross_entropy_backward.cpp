@@ -7,7 +7,8 @@
 // p = exp(x - m) / sum; the row's factors g * (Q + Z) / sum are multiplied in double and rounded to fp32 once, so that
 // an element is rounded in exp, in one fused multiply-add and to its dtype. Everything is linear in g, which comes with
 // the loss scale in it: bit for bit under powers of two.
-// The target's element is g * (-Q * (sum of the other p) + (Q - q) + Z * p) in double: p - 1 never cancels.
+// The target's element in double: beyond p = 1/2 as g * (-Q * (sum of the other p) + (Q - q) + Z * p), where p - 1
+// would cancel; up to there as g * ((Q + Z) * p - q), where the sum of the others would, under label smoothing.
 //
 // Range: rows whose factors leave fp32's range are done in double. p below 2^-126 is 0. An ignored row is not read and
 // gives 0; a row with a NaN or infinite normalizer gives NaN.
@@ -17,8 +18,10 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-// Factors up to here stay finite in fp32 whatever they are multiplied with on the way.
-constexpr double kLargestFactor = 0x1p100;
+// The factor of a row in fp32 is at most the product of these, 2^120, and stays finite whatever it is multiplied with.
+// They are two limits, because what a gradient in [2^-60, 2^60] is multiplied with, and so the arithmetic, must not
+// depend on it.
+constexpr double kLargestGrad = 0x1p100, kLargestFactor = 0x1p20;
 
 struct NoMass {};
 
@@ -29,7 +32,8 @@ struct Row {
   double mass, z_factor;           // Q, Z
 
   double lse() const { return largest + log_sum; }
-  double factor() const { return grad * (mass + z_factor) * __builtin_exp(-log_sum); }
+  double factor() const { return grad * factor_of_grad(); }
+  double factor_of_grad() const { return (mass + z_factor) * __builtin_exp(-log_sum); }
 };
 
 template <class T>
@@ -69,7 +73,7 @@ void write_row_in_range(const T* x, T* dx, int64_t n, const Row& row, const Make
   const double factor = row.factor();
   if (factor != factor) {
     fill(dx, n, __builtin_nanf(""));
-  } else if (__builtin_fabs(factor) <= kLargestFactor && __builtin_fabs(row.grad) <= kLargestFactor) {
+  } else if (__builtin_fabs(row.factor_of_grad()) <= kLargestFactor && __builtin_fabs(row.grad) <= kLargestGrad) {
     write_row<A>(x, dx, n, row, make_mass(A{}));
   } else {
     write_row<double>(x, dx, n, row, make_mass(double{}));
@@ -87,8 +91,10 @@ void index_row(const CrossEntropyRows& r, Row row, int64_t target, const T* x, T
     write_row_in_range<A>(x, dx, r.n, row, [&](auto a) { return smoothed_mass<decltype(a), A>(r); });
   }
   const double probability = __builtin_exp((widen<double>(x[target]) - row.largest) - row.log_sum);
-  const double mass_of_others = share * (r.weight_sum - weight);
-  dx[target] = narrow<T>(row.grad * ((mass_of_others - row.mass * row.third) + row.z_factor * probability));
+  const double own = (1 - r.smoothing + share) * weight;
+  const double of_masses =
+      probability > 0.5 ? share * (r.weight_sum - weight) - row.mass * row.third : row.mass * probability - own;
+  dx[target] = narrow<T>(row.grad * (of_masses + row.z_factor * probability));
 }
 
 // dq = -grad * (1 - smoothing) * weight * log p; a weight of 0 gives 0, whatever x is.
@@ -123,7 +129,7 @@ void probability_row(const CrossEntropyBackwardArgs& args, int64_t i, Row row, c
     P* dq = static_cast<P*>(args.dprobability) + i * r.n;
     const A* weight = static_cast<const A*>(r.weight);
     const double kept = 1 - r.smoothing;
-    if (__builtin_fabs(row.grad) <= kLargestFactor && __builtin_fabs(row.largest) <= kLargestFactor) {
+    if (__builtin_fabs(row.grad) <= kLargestGrad && __builtin_fabs(row.largest) <= kLargestGrad) {
       write_probability_gradient<A>(x, dq, r.n, row, kept, weight);
     } else {
       write_probability_gradient<double>(x, dq, r.n, row, kept, weight);

@@ -131,7 +131,8 @@ std::tuple<Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor
     for (int64_t row = 0; row < rows.count; ++row) {
       sum += losses[row];
     }
-    loss.fill_(divisor == 1 ? sum : sum / divisor);
+    // Not fill_, which refuses a number beyond fp32: such a loss is infinite.
+    loss.copy_(at::scalar_tensor(divisor == 1 ? sum : sum / divisor, at::kDouble));
   }
   return {loss, stats, denominator};
 }

@@ -111,6 +111,22 @@ def test_f3_confident_rows_keep_their_digits(dtype, gap):
         assert (result["dx"][torch.arange(20), target] < 0).all()
 
 
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_f3_a_smoothed_target_without_mass_of_its_own(smoothing):
+    """F3: as the sum of the others, the target's gradient cancels where its p and its mass are both small."""
+    x, target = torch.randn(7, 300), torch.randint(0, 300, (7,))
+    weight = torch.rand(300)
+    weight[target] = 0
+    for weights in (None, weight):
+        options = Options(weight=weights, label_smoothing=smoothing, reduction="none")
+        dx = run_cross_entropy(x, target, options, torch.ones(7))["dx"].double()
+        wide, w = x.double(), torch.ones(300).double() if weights is None else weights.double()
+        q = (w * smoothing / 300).expand(7, 300).clone()
+        q[torch.arange(7), target] += (1 - smoothing) * w[target]
+        p, mass = wide.softmax(1), q.sum(1, keepdim=True)
+        assert ((dx - (mass * p - q)).abs() <= 2**-19 * (mass * p + q) + 2**-24 * (mass * p - q).abs()).all()
+
+
 def test_f3_far_logits_are_subtracted_exactly():
     """F3: x - max is rounded at up to 2^-18 where it is 64 and more; the gradient must not see it."""
     x = torch.cat([torch.rand(2000, 1) * 20 + 20, torch.randn(2000, 9) - 30], 1)

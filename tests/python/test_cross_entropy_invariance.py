@@ -45,6 +45,14 @@ def test_f4_gradients_are_linear_in_powers_of_two(dtype, exponent, variant, kind
         assert_linear(base[name], scaled[name], exponent)
 
 
+def test_f4_the_arithmetic_does_not_depend_on_the_loss_scale():
+    """F4: 2e-4 * lse of 1e30 times a loss scale crosses 2^100, beyond which fp32 gave way to double."""
+    x, o = torch.tensor([[0.0, 1.0638135e30]]), Options(label_smoothing=0.1, z_loss=1e-4)
+    base = run_cross_entropy(x, torch.tensor([1]), o, torch.tensor(-0.7037352))["dx"]
+    scaled = run_cross_entropy(x, torch.tensor([1]), o, torch.ldexp(torch.tensor(-0.7037352), torch.tensor(30)))["dx"]
+    assert_linear(base, scaled, 30)
+
+
 @pytest.mark.parametrize("exponent", [-4, 10, 16])
 def test_f4_fp16_gradients_of_a_mean(exponent):
     """F4: fp16 gradients of a mean over many rows are mostly 0 without a loss scale; with one they are the same."""

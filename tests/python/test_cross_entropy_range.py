@@ -68,6 +68,15 @@ def test_f1_a_mean_of_losses_beyond_fp32():
     assert loss.item() == pytest.approx(2e38, rel=1e-6)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_f1_a_loss_beyond_fp32_is_infinite(reduction):
+    """F1: a sum of 6.8e38, which a conversion refused with an error; the gradients are in range all the same."""
+    x = torch.tensor([[0.0, torch.finfo(torch.float32).max, 0.0]], requires_grad=True)
+    loss = allfinite.cross_entropy(x, torch.ones(1, 3), reduction=reduction).sum()
+    assert loss.item() == torch.inf
+    assert torch.autograd.grad(loss, x)[0].tolist() == [[-1.0, 2.0, -1.0]]
+
+
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_f1_z_loss_of_huge_logits(dtype):
     """F1: lse^2 is beyond fp32, its gradient, 2e28 * p, is not: neither inf * 0 nor a saturated number."""

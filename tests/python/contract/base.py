@@ -42,7 +42,14 @@ class OpContract:
 
     def check(self, params: Any, api: Any) -> dict[str, float]:
         """One case."""
-        return self.verify(self.build(params), params, api)
+        return self.try_case(self.build(params), params, api)
+
+    def try_case(self, case: Case, params: Any, api: Any) -> dict[str, float]:
+        """``verify``, where an error that the op raises is a violation, too: every case is a call that it takes."""
+        try:
+            return self.verify(case, params, api)
+        except RuntimeError as error:
+            raise rules.Violation(f"F6: the call raises {error!s}", case) from error
 
 
 class Shared(NamedTuple):

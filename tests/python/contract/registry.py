@@ -1,6 +1,6 @@
 """Every op under the contract."""
 
-from contract import attention, clip_grad_norm, gradients, norms, update_scale
+from contract import attention, clip_grad_norm, cross_entropy, gradients, norms, softmax, update_scale
 from contract.base import OpContract
 
 CONTRACTS: tuple[OpContract, ...] = (
@@ -8,6 +8,8 @@ CONTRACTS: tuple[OpContract, ...] = (
     norms.RMS_NORM.contract,
     norms.ADD_LAYER_NORM.contract,
     norms.ADD_RMS_NORM.contract,
+    softmax.SOFTMAX,
+    cross_entropy.CROSS_ENTROPY,
     attention.ATTENTION,
     gradients.UNSCALE,
     gradients.GRAD_STATS,

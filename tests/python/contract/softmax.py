@@ -120,7 +120,7 @@ def parts(case: Case) -> Iterator[Case]:
 
 
 class _Weights(NamedTuple):
-    """Weights in longdouble; by how much a rounded sum with a bias may move them; what takes part; rows that are NaN."""
+    """Weights in longdouble; how far a rounded sum with a bias may move them; what takes part; rows that are NaN."""
 
     y: Array
     moved: Array

@@ -8,6 +8,7 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 OUTPUT_TERMS, COLUMN_TERMS = 2**-20, 2**-21  # beside one ulp: of the terms of an output, of dgamma and dbeta
 GRADIENT_NORM = 1e-6  # relative
 FP32_SOFTMAX = 2**-17  # of the terms; weights below 2^-126 may flush
+LOSS_GRADIENT_TERMS = 2**-19  # beside one ulp
 FP32_NORM = 2e-7  # relative L2 of the fp32 norms
 
 
