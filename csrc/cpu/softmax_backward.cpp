@@ -45,6 +45,22 @@ ALLFINITE_INLINE T largest_magnitude(const T* p, int64_t n) {
   return __builtin_bit_cast(T, largest);
 }
 
+// floor(log2 v) of v > 0, within the powers whose inverses are normal too; the lowest of them for 0 and what is
+// smaller. A power of two. By their bits: the C library's functions cost as much as a short row.
+template <class A>
+ALLFINITE_INLINE int binary_exponent(A v) {
+  constexpr int kLimit = std::numeric_limits<A>::max_exponent - 2;
+  constexpr int kDigits = std::numeric_limits<A>::digits - 1;
+  const int exponent = static_cast<int>(magnitude_bits(v) >> kDigits) - (kLimit + 1);
+  return exponent > kLimit ? kLimit : exponent < -kLimit ? -kLimit : exponent;
+}
+template <class A>
+ALLFINITE_INLINE A power_of_two(int exponent) {
+  constexpr int kBias = std::numeric_limits<A>::max_exponent - 1, kDigits = std::numeric_limits<A>::digits - 1;
+  using Bits = decltype(magnitude_bits(A{}));
+  return __builtin_bit_cast(A, static_cast<Bits>(exponent + kBias) << kDigits);
+}
+
 // The sum over a row of dy * power * weights.
 template <class T, class A>
 ALLFINITE_INLINE double dot(const T* dy, A power, const A* weights, int64_t n) {
@@ -159,15 +175,10 @@ class BackwardRows {
       dy = without_masked(dy, r);
       largest = widen<A>(largest_magnitude(dy, a_.n));
     }
-    int exponent = 1;
-    if (largest != 0 && __builtin_isfinite(largest)) {
-      constexpr int kLimit = std::numeric_limits<A>::max_exponent - 2;  // the power and its inverse stay normal
-      __builtin_frexp(static_cast<double>(largest), &exponent);
-      exponent = exponent > kLimit ? kLimit : exponent < -kLimit ? -kLimit : exponent;
-    }
-    const A power = static_cast<A>(__builtin_ldexp(1.0, 1 - exponent));
+    const int exponent = __builtin_isfinite(largest) ? binary_exponent(largest) : 0;
+    const A power = power_of_two<A>(-exponent);
     const A mean = static_cast<A>(dot(dy, power, weights, a_.n));
-    const Gradient<T> gradient{dy, weights, a_.n, power, mean, __builtin_ldexp(1.0, exponent - 1)};
+    const Gradient<T> gradient{dy, weights, a_.n, power, mean, power_of_two<double>(exponent)};
     if (!__builtin_isfinite(mean)) {
       write_beside_masked(gradient, r, dx);
       return;

@@ -61,6 +61,11 @@ ALLFINITE_INLINE A largest_lane(Vec<A> v) {
 // v in the first `count` lanes, `other` in the rest.
 template <class A>
 ALLFINITE_INLINE Vec<A> first_or(Vec<A> v, int64_t count, A other) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<A, float>) {
+    return _mm512_mask_mov_ps(splat(other), static_cast<__mmask16>((1u << count) - 1), v);
+  }
+#endif
   for (int64_t i = count; i < kWidth<A>; ++i) {
     v[i] = other;
   }
