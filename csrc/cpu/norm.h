@@ -18,13 +18,15 @@ constexpr int norm_stats(bool rms) {
 constexpr int64_t kNormMaxChunks = 16;
 constexpr int64_t kNormMinChunkRows = 32;
 
+// Rows that go through a kernel together. More would share loads of the weight, but they do not stay in the cache.
+constexpr int kNormBlockRows = 2;
+
 // Bytes of `scratch`, for one thread.
-constexpr int64_t kNormBlockRows = 4;  // rows of the backward that go through a kernel together
 constexpr int64_t norm_row_bytes(int64_t n, DType dtype) {
   return (n * (dtype == DType::kFloat64 ? 8 : 4) + 63) / 64 * 64;
 }
 constexpr int64_t norm_forward_scratch(int64_t n, DType dtype) {
-  return 3 * norm_row_bytes(n, dtype);  // a row, weight, bias
+  return (2 + kNormBlockRows) * norm_row_bytes(n, dtype);  // weight, bias, a block
 }
 constexpr int64_t norm_backward_scratch(int64_t n, DType dtype) {
   return (3 + 2 * kNormBlockRows) * norm_row_bytes(n, dtype);  // weight, column sums, xhat and dy of a block
@@ -40,6 +42,7 @@ struct NormForwardArgs {
   void* stats;           // [rows, norm_stats(rms)]
   void* scratch;         // norm_forward_scratch bytes, aligned to 64
   int64_t begin, end;    // rows to do
+  int64_t rows;          // of the whole tensor: says in which cache it may lie
   int64_t n;
   double eps;
   bool rms;                                   // no mean is subtracted
@@ -57,6 +60,7 @@ struct NormBackwardArgs {
   double* sums;        // [2, n], of dy * xhat and of dy over these rows, written; null: not wanted
   void* scratch;       // norm_backward_scratch bytes, aligned to 64
   int64_t begin, end;  // rows to do
+  int64_t rows;        // of the whole tensor: says in which cache it may lie
   int64_t n;
   bool rms;
   DType dtype, weight_dtype, x_dtype;  // the last two: dtype, or fp32 beside a 16-bit dtype

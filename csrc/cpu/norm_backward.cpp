@@ -21,39 +21,58 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-constexpr int kLanes = 2;
+constexpr int kRows = kNormBlockRows;
+constexpr int kLanes = 2;  // independent accumulators of a row
 constexpr int64_t kFlushRows = 8;
+static_assert(kFlushRows % kRows == 0);
 
 template <class A>
 struct RowSums {
   A mean_g, mean_g_xhat, largest_g;
 };
 
-// Means of g and g * xhat, the largest |g|, where g is dy * weight, or dy without a weight; and adds dy * xhat and dy
-// to the column accumulators, if there are any.
-template <bool kMean, class A>
-RowSums<A> sum_row(const A* dy, const A* xhat, const A* weight, int64_t n, A* columns) {
+// Rows of a block, and where its column sums go: [2, n] or null.
+template <class A>
+struct Block {
+  const A* dy[kRows];
+  A* xhat[kRows];
+  const A* weight;
+  int64_t n;
+  A* columns;
+};
+
+// Means of g and g * xhat and the largest |g| of kCount rows from `first` on, where g is dy * weight, or dy; with
+// kColumns also adds dy * xhat and dy to the column accumulators.
+template <int kCount, bool kMean, bool kWeighted, bool kColumns, class A>
+void sum_rows(const Block<A>& b, int first, RowSums<A>* sums) {
   constexpr int w = kWidth<A>;
   constexpr int64_t block = kChain * kLanes * w;
-  WideSum<A> total_g, total_gx;
-  Vec<A> largest = {};
-  for (int64_t start = 0; start < n; start += block) {
-    const int64_t stop = start + block < n ? start + block : n;
-    Vec<A> sum_g[kLanes] = {}, sum_gx[kLanes] = {};
-    const auto step = [&](int u, int64_t i, int64_t count) {
-      const Vec<A> d = load_lanes<A>(dy + i, count), xh = load_lanes<A>(xhat + i, count);
-      const Vec<A> g = weight ? d * load_lanes<A>(weight + i, count) : d;
-      sum_gx[u] = fma(g, xh, sum_gx[u]);
-      largest = max(largest, abs(g));
-      if constexpr (kMean) {
-        sum_g[u] += g;
-      }
-      if (columns) {
-        A* weight_sum = columns + i;
-        A* bias_sum = columns + n + i;
-        store_lanes(weight_sum, fma(d, xh, load_lanes<A>(weight_sum, count)), count);
+  WideSum<A> total_g[kCount], total_gx[kCount];
+  Vec<A> largest[kCount] = {};
+  for (int64_t start = 0; start < b.n; start += block) {
+    const int64_t stop = start + block < b.n ? start + block : b.n;
+    Vec<A> sum_g[kCount][kLanes] = {}, sum_gx[kCount][kLanes] = {};
+    const auto step = [&](int u, int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<A> weight = kWeighted ? load_lanes<A>(b.weight + i, count) : Vec<A>{};
+      Vec<A> of_weight = {}, of_bias = {};
+      for (int r = 0; r < kCount; ++r) {
+        const Vec<A> d = load_lanes<A>(b.dy[first + r] + i, count), xhat = load_lanes<A>(b.xhat[first + r] + i, count);
+        const Vec<A> g = kWeighted ? d * weight : d;
+        sum_gx[r][u] = fma(g, xhat, sum_gx[r][u]);
+        largest[r] = max(largest[r], abs(g));
         if constexpr (kMean) {
-          store_lanes(bias_sum, d + load_lanes<A>(bias_sum, count), count);
+          sum_g[r][u] += g;
+        }
+        if constexpr (kColumns) {
+          of_weight = fma(d, xhat, of_weight);
+          of_bias += d;
+        }
+      }
+      if constexpr (kColumns) {
+        store_lanes(b.columns + i, load_lanes<A>(b.columns + i, count) + of_weight, count);
+        if constexpr (kMean) {
+          A* bias = b.columns + b.n + i;
+          store_lanes(bias, load_lanes<A>(bias, count) + of_bias, count);
         }
       }
     };
@@ -66,12 +85,16 @@ RowSums<A> sum_row(const A* dy, const A* xhat, const A* weight, int64_t n, A* co
     for (; i < stop; i += w) {
       step(0, i, stop - i < w ? stop - i : w);
     }
-    total_g.add(sum_g[0] + sum_g[1]);
-    total_gx.add(sum_gx[0] + sum_gx[1]);
+    for (int r = 0; r < kCount; ++r) {
+      total_g[r].add(sum_g[r][0] + sum_g[r][1]);
+      total_gx[r].add(sum_gx[r][0] + sum_gx[r][1]);
+    }
   }
-  const double count = static_cast<double>(n);
-  return {kMean ? static_cast<A>(total_g.total() / count) : A(0), static_cast<A>(total_gx.total() / count),
-          max_lanes<A>(largest)};
+  const double count = static_cast<double>(b.n);
+  for (int r = 0; r < kCount; ++r) {
+    const double of_g = kMean ? total_g[r].total() : 0, of_gx = total_gx[r].total();
+    sums[r] = {static_cast<A>(of_g / count), static_cast<A>(of_gx / count), max_lanes<A>(largest[r])};
+  }
 }
 
 // One row of what is written, and of the gradient that is added to it. T: of dx. X: of dsum and dresidual.
@@ -82,16 +105,16 @@ struct Output {
   const X* dsum;
 };
 
-template <class A, class T, class X>
+template <Place kPlace, class A, class T, class X>
 ALLFINITE_INLINE void write_vector(const Output<T, X>& out, int64_t i, int64_t count, Vec<A> d) {
   if (out.dsum) {
     d += load_lanes<A>(out.dsum + i, count);
   }
   if (out.dx) {
-    store_lanes(out.dx + i, d, count);
+    store_output<kPlace>(out.dx + i, d, count);
   }
   if (out.dresidual) {
-    store_lanes(out.dresidual + i, d, count);
+    store_output<kPlace>(out.dresidual + i, d, count);
   }
 }
 
@@ -118,14 +141,26 @@ void write_scaled(const A* g, const A* xhat, int64_t n, const RowSums<A>& sums, 
   });
 }
 
-template <class A, class T, class X>
-void write_plain(const A* dy, const A* xhat, const A* weight, int64_t n, const RowSums<A>& sums, A rstd,
-                 const Output<T, X>& out) {
-  for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    const Vec<A> centred = load_lanes<A>(dy + i, count) * load_lanes<A>(weight + i, count) - sums.mean_g;
-    const Vec<A> d = fma(load_lanes<A>(xhat + i, count), splat(-sums.mean_g_xhat), centred) * rstd;
-    write_vector<A>(out, i, count, d);
-  });
+// Meanwhile the inputs of the next block are fetched.
+template <Place kPlace, class A, class T, class X>
+void write_plain(const Block<A>& b, int row, const RowSums<A>& sums, A rstd, const Output<T, X>& out, const T* next_dy,
+                 const X* next_x) {
+  const A *dy = b.dy[row], *xhat = b.xhat[row];
+  const Vec<A> mean = splat(sums.mean_g), slope = splat(-sums.mean_g_xhat);
+  const auto gradient = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const Vec<A> centred = load_lanes<A>(dy + i, count) * load_lanes<A>(b.weight + i, count) - mean;
+    prefetch<kPlace>(next_dy, i);
+    prefetch<kPlace>(next_x, i);
+    return fma(load_lanes<A>(xhat + i, count), slope, centred) * rstd;
+  };
+  if (out.dx && !out.dresidual && !out.dsum) {  // apart, without conditions in the loop
+    const Output<T, X> only = {out.dx, nullptr, nullptr};
+    for_each_vector<A>(b.n,
+                       [&](int64_t i, int64_t count) { write_vector<kPlace, A>(only, i, count, gradient(i, count)); });
+  } else {
+    for_each_vector<A>(b.n,
+                       [&](int64_t i, int64_t count) { write_vector<kPlace, A>(out, i, count, gradient(i, count)); });
+  }
 }
 
 // The norm's gradient is 0, or NaN if anything that takes part is not finite (F2).
@@ -135,76 +170,119 @@ void write_constant_row(const A* dy, const A* weight, int64_t n, const Output<T,
   for (int64_t i = 0; i < n; ++i) {
     nothing += dy[i] * A(0) + weight[i] * A(0);
   }
-  for_each_vector<A>(n, [&](int64_t i, int64_t count) { write_vector<A>(out, i, count, splat(nothing)); });
+  for_each_vector<A>(n,
+                     [&](int64_t i, int64_t count) { write_vector<Place::kCached, A>(out, i, count, splat(nothing)); });
 }
 
+// False where the row is one that write_plain serves.
 template <bool kMean, class A, class T, class X>
-void write_row(const A* dy, const A* xhat, const A* weight, int64_t n, RowSums<A> sums, const RowStats<A>& stats,
-               A* buffer, const Output<T, X>& out) {
+bool write_special(Block<A>& b, int row, const RowSums<A>& plain, const RowStats<A>& stats, A* buffer,
+                   const Output<T, X>& out) {
   constexpr A kLargest = std::is_same_v<A, float> ? A(0x1p60f) : A(0x1p480);
-  const bool in_range = sums.largest_g <= kLargest && sums.largest_g >= 1 / kLargest;
+  const bool in_range = plain.largest_g <= kLargest && plain.largest_g >= 1 / kLargest;
+  const A* dy = b.dy[row];
+  RowSums<A> sums = plain;
   int exponent = 0;
   if (stats.rstd == 0) {
-    write_constant_row(dy, weight, n, out);
-  } else if (!in_range && rescue_exponent(dy, weight, n, exponent)) {
-    scaled_products(dy, weight, n, exponent, buffer);
-    sums = sum_row<kMean, A>(buffer, xhat, nullptr, n, nullptr);
-    write_scaled(buffer, xhat, n, sums, stats, exponent, out);
+    write_constant_row(dy, b.weight, b.n, out);
+  } else if (!in_range && rescue_exponent(dy, b.weight, b.n, exponent)) {
+    scaled_products(dy, b.weight, b.n, exponent, buffer);
+    b.dy[row] = buffer;
+    sum_rows<1, kMean, false, false>(b, row, &sums);
+    write_scaled(buffer, b.xhat[row], b.n, sums, stats, exponent, out);
   } else if (stats.scale != 1) {
-    for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-      store_lanes(buffer + i, load_lanes<A>(dy + i, count) * load_lanes<A>(weight + i, count), count);
+    for_each_vector<A>(b.n, [&](int64_t i, int64_t count) {
+      store_lanes(buffer + i, load_lanes<A>(dy + i, count) * load_lanes<A>(b.weight + i, count), count);
     });
-    write_scaled(buffer, xhat, n, sums, stats, 0, out);
+    write_scaled(buffer, b.xhat[row], b.n, sums, stats, 0, out);
   } else {
-    write_plain(dy, xhat, weight, n, sums, stats.rstd, out);
+    return false;
   }
+  return true;
 }
 
+// Adds the column accumulators to the sums and clears them.
 template <class A>
 void flush_columns(A* columns, double* sums, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    sums[i] += static_cast<double>(columns[i]);
-    columns[i] = 0;
+  constexpr int w = kWidth<double>;
+  int64_t i = 0;
+  for (; i + w <= count; i += w) {
+    store(sums + i, load<double>(sums + i) + load<double>(columns + i));
   }
+  for (; i < count; ++i) {
+    sums[i] += static_cast<double>(columns[i]);
+  }
+  __builtin_memset(columns, 0, static_cast<size_t>(count) * sizeof(A));
 }
 
 // xhat of a row of any storage type.
 template <class A, class X>
 void write_xhat(const X* x, int64_t n, const RowStats<A>& stats, A* xhat) {
+  const Normalise<A> normalise(stats);
+  const Vec<A> scale = splat(stats.scale);
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    store_lanes(xhat + i, normalised(load_lanes<A>(x + i, count) * stats.scale, stats), count);
+    store_lanes(xhat + i, normalise(load_lanes<A>(x + i, count) * scale), count);
   });
 }
 
+template <class T>
+T* row_of(const void* p, int64_t offset) {
+  return p ? static_cast<T*>(const_cast<void*>(p)) + offset : nullptr;
+}
+
 // T: of dy and dx. X: of what was normalised, dsum and dresidual.
-template <class T, class X, bool kMean>
+template <bool kMean, bool kColumns, class T, class X>
 void backward_rows(const NormBackwardArgs& a) {
   using A = Accumulate<T>;
   const int64_t n = a.n, stride = norm_row_bytes(n, a.dtype) / static_cast<int64_t>(sizeof(A));
   A* scratch = static_cast<A*>(a.scratch);
-  const A* weight = parameter<A>(a.weight, a.weight_dtype, n, A(1), scratch);
-  A* columns = a.sums ? scratch + stride : nullptr;
-  A* xhat = scratch + 3 * stride;
-  A* buffer = xhat + kNormBlockRows * stride;
-  for (int64_t i = 0; columns && i < 2 * n; ++i) {
-    columns[i] = 0;
-    a.sums[i] = 0;
+  A* buffers = scratch + (3 + kRows) * stride;
+  Block<A> block = {};
+  block.n = n;
+  block.weight = parameter<A>(a.weight, a.weight_dtype, n, A(1), scratch);
+  block.columns = scratch + stride;
+  if constexpr (kColumns) {
+    __builtin_memset(block.columns, 0, static_cast<size_t>(2 * n) * sizeof(A));
+    __builtin_memset(a.sums, 0, static_cast<size_t>(2 * n) * sizeof(double));
   }
-  for (int64_t row = a.begin; row < a.end; ++row) {
-    const int64_t at = row * n;
-    const RowStats<A> stats = read_stats<A>(a.stats, row, a.rms);
-    const A* dy = widened(static_cast<const T*>(a.dy) + at, n, buffer);
-    write_xhat(static_cast<const X*>(a.x) + at, n, stats, xhat);
-    const RowSums<A> sums = sum_row<kMean, A>(dy, xhat, weight, n, columns);
-    if (a.dx || a.dresidual) {
-      const Output<T, X> out = {a.dx ? static_cast<T*>(a.dx) + at : nullptr,
-                                a.dresidual ? static_cast<X*>(a.dresidual) + at : nullptr,
-                                a.dsum ? static_cast<const X*>(a.dsum) + at : nullptr};
-      write_row<kMean, A>(dy, xhat, weight, n, sums, stats, buffer, out);
+  const Place place = place_of(a.rows, n * static_cast<int64_t>(sizeof(T)), a.dx, a.dresidual);
+  int64_t unflushed = 0;
+  for (int64_t first = a.begin; first < a.end; first += kRows) {
+    const int count = a.end - first < kRows ? static_cast<int>(a.end - first) : kRows;
+    RowStats<A> stats[kRows];
+    RowSums<A> sums[kRows];
+    for (int r = 0; r < count; ++r) {
+      const int64_t at = (first + r) * n;
+      stats[r] = read_stats<A>(a.stats, first + r, !kMean);
+      block.dy[r] = widened(static_cast<const T*>(a.dy) + at, n, buffers + r * stride);
+      block.xhat[r] = scratch + (3 + r) * stride;
+      write_xhat(static_cast<const X*>(a.x) + at, n, stats[r], block.xhat[r]);
     }
-    if (columns && ((row - a.begin + 1) % kFlushRows == 0 || row + 1 == a.end)) {
-      flush_columns(columns, a.sums, 2 * n);
+    if (count == kRows) {
+      sum_rows<kRows, kMean, true, kColumns>(block, 0, sums);
+    } else {
+      for (int r = 0; r < count; ++r) {
+        sum_rows<1, kMean, true, kColumns>(block, r, sums + r);
+      }
     }
+    for (int r = 0; (a.dx || a.dresidual) && r < count; ++r) {
+      const int64_t at = (first + r) * n, next = at + kRows * n;
+      const Output<T, X> out = {row_of<T>(a.dx, at), row_of<X>(a.dresidual, at), row_of<const X>(a.dsum, at)};
+      if (!write_special<kMean>(block, r, sums[r], stats[r], buffers + r * stride, out)) {
+        visit_place(place, [&](auto p) {
+          write_plain<decltype(p)::value>(block, r, sums[r], stats[r].rstd, out, static_cast<const T*>(a.dy) + next,
+                                          static_cast<const X*>(a.x) + next);
+        });
+      }
+    }
+    unflushed += count;
+    if (kColumns && (unflushed >= kFlushRows || first + count == a.end)) {
+      flush_columns(block.columns, a.sums, 2 * n);
+      unflushed = 0;
+    }
+  }
+  if (place == Place::kStreamed) {
+    finish_streaming();
   }
 }
 
@@ -214,7 +292,11 @@ void norm_backward(const NormBackwardArgs& args) {
   visit_with_weight(args.dtype, args.x_dtype, [&](auto t, auto x) {
     using T = typename decltype(t)::type;
     using X = typename decltype(x)::type;
-    args.rms ? backward_rows<T, X, false>(args) : backward_rows<T, X, true>(args);
+    if (args.rms) {
+      args.sums ? backward_rows<false, true, T, X>(args) : backward_rows<false, false, T, X>(args);
+    } else {
+      args.sums ? backward_rows<true, true, T, X>(args) : backward_rows<true, false, T, X>(args);
+    }
   });
 }
 

@@ -22,6 +22,7 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
+constexpr int kRows = kNormBlockRows;
 constexpr int kLanes = 4;  // independent accumulators, to cover the latency of an addition
 
 // Below this, var + eps has lost bits to squares that underflowed (fp32: 2^-149, so 2^-120 keeps 29 bits).
@@ -38,44 +39,43 @@ constexpr double kLargestVariance = std::is_same_v<A, float> ? 0x1p126 : 0x1p100
 enum class Sum { kNone, kShort, kAny };
 
 struct Moments {
-  double sum;      // fp32: of x. fp64: of x - centre
+  double sum;      // of x - centre
   double squares;  // of (x - centre)^2
 };
 
+// fp32: with a sum the centre is 0.
 template <class A, Sum kSum>
 Moments moments(const A* x, int64_t n, A centre) {
   constexpr int w = kWidth<A>;
   constexpr int64_t step = kLanes * w, block = kChain * step;
+  constexpr bool kCentred = std::is_same_v<A, double> || kSum == Sum::kNone;
   WideSum<A> total[kLanes], squares;
   for (int64_t start = 0; start < n; start += block) {
     const int64_t stop = start + block < n ? start + block : n;
     Vec<A> square[kLanes] = {};
     int64_t i = start;
     for (; i + step <= stop; i += step) {
-      Vec<A> v[kLanes], d[kLanes];
+      Vec<A> d[kLanes];
       for (int u = 0; u < kLanes; ++u) {
-        v[u] = load<A>(x + i + u * w);
-        d[u] = kSum == Sum::kNone ? v[u] : v[u] - centre;
+        const Vec<A> v = load<A>(x + i + u * w);
+        d[u] = kCentred ? v - centre : v;
         square[u] = fma(d[u], d[u], square[u]);
       }
       if constexpr (kSum == Sum::kShort) {
-        total[0].add((v[0] + v[1]) + (v[2] + v[3]));
+        total[0].add((d[0] + d[1]) + (d[2] + d[3]));
       } else if constexpr (kSum == Sum::kAny) {
         for (int u = 0; u < kLanes; ++u) {
-          total[u].add(std::is_same_v<A, double> ? d[u] : v[u]);
+          kCentred ? total[u].add(d[u]) : total[u].add(x + i + u * w);
         }
       }
     }
-    for (int u = 0; i < stop; i += w, ++u) {
+    for (; i < stop; i += w) {
       const int64_t count = stop - i < w ? stop - i : w;
       const Vec<A> v = load_lanes<A>(x + i, count);
-      Vec<A> d = kSum == Sum::kNone ? v : v - centre;
-      if (count < w) {
-        d = first_lanes(d, count);
-      }
-      square[u] = fma(d, d, square[u]);
+      const Vec<A> d = kCentred ? first_lanes(v - centre, count) : v;
+      square[0] = fma(d, d, square[0]);
       if constexpr (kSum != Sum::kNone) {
-        total[u].add(std::is_same_v<A, double> ? d : v);
+        total[0].add(d);
       }
     }
     squares.add((square[0] + square[1]) + (square[2] + square[3]));
@@ -86,38 +86,24 @@ Moments moments(const A* x, int64_t n, A centre) {
   return {total[0].total(), squares.total()};
 }
 
-// A number near the mean of most rows: the mean of its first 16 elements.
-float first_mean(const float* x, int64_t n) {
-  constexpr int w = kWidth<float>;
-  if (n < 16) {
-    return x[0];
-  }
-  Vec<float> sum = load<float>(x);
-  for (int i = w; i < 16; i += w) {
-    sum += load<float>(x + i);
-  }
-  return sum_lanes<float>(sum) / 16;
-}
-
-// mean_hi, mean_lo and the variance; for rms_norm 0, 0 and the mean square.
+// Sets the mean and returns the variance; for rms_norm leaves the mean 0 and returns the mean square.
 template <Sum kSum>
 double centre_row(const float* x, int64_t n, RowStats<float>& s) {
   const double count = static_cast<double>(n);
+  const Moments m = moments<float, kSum>(x, n, 0);
   if constexpr (kSum == Sum::kNone) {
-    return moments<float, kSum>(x, n, 0).squares / count;
+    return m.squares / count;
   }
-  float centre = first_mean(x, n);
-  Moments m = moments<float, kSum>(x, n, centre);
   const double mean = m.sum / count;
   s.mean_hi = static_cast<float>(mean);
   s.mean_lo = static_cast<float>(mean - static_cast<double>(s.mean_hi));
-  double off = mean - static_cast<double>(centre);
-  if (off * off * count > 0.25 * m.squares) {  // too far off: the subtraction below would lose bits
-    centre = s.mean_hi;
-    m = moments<float, kSum>(x, n, centre);
-    off = mean - static_cast<double>(centre);
+  // Else the difference would lose more than a bit, or the squares left the range although the deviations need not.
+  const bool accurate = mean * m.sum <= 0.5 * m.squares && m.squares <= std::numeric_limits<float>::max();
+  if (!accurate) {
+    const double off = s.mean_lo;
+    return moments<float, Sum::kNone>(x, n, s.mean_hi).squares / count - off * off;
   }
-  return m.squares / count - off * off;
+  return m.squares / count - mean * mean;
 }
 template <Sum kSum>
 double centre_row(const double* x, int64_t n, RowStats<double>& s) {
@@ -172,33 +158,59 @@ bool in_range(const RowStats<A>& s, double variance, double eps, bool rms) {
   return variance <= kLargestVariance<A> && (small_is_exact ? variance + eps : variance) >= kSmallestVariance<A>;
 }
 
-// Statistics of the row; where it leaves the range, *x becomes the row times a power of two, in `buffer`.
+// The row times the power of two that brings it into the range, written to `buffer`; x itself where it is in range.
 template <Sum kSum, class A>
-RowStats<A> checked_stats(const A*& x, int64_t n, double eps, A* buffer) {
-  double variance = 0;
-  RowStats<A> plain = row_stats<kSum>(x, n, A(1), eps, variance);
-  const A scale = in_range(plain, variance, eps, kSum == Sum::kNone) ? A(1) : rescue_scale(x, n);
+const A* rescued(const A* x, int64_t n, double eps, double variance, A* buffer, RowStats<A>& s) {
+  const A scale = in_range(s, variance, eps, kSum == Sum::kNone) ? A(1) : rescue_scale(x, n);
   if (scale == 1) {
-    plain.rstd += static_cast<A>(variance * 0);  // NaN for an infinity: 1 / inf would be 0, and dx of the row with it
-    return plain;
+    s.rstd += static_cast<A>(variance * 0);  // NaN for an infinity: 1 / inf would be 0, and dx of the row with it
+    return x;
   }
   for_each_vector<A>(
       n, [&](int64_t i, int64_t count) { store_lanes(buffer + i, load_lanes<A>(x + i, count) * scale, count); });
-  x = buffer;
-  return row_stats<kSum>(x, n, scale, eps, variance);
+  s = row_stats<kSum>(buffer, n, scale, eps, variance);
+  return buffer;
 }
 
+template <class A>
+ALLFINITE_INLINE Vec<A> affine(Vec<A> xhat, Vec<A> weight, Vec<A> bias) {
+  const Vec<A> result = fma(xhat, weight, bias);
+  if constexpr (!kFusedMultiplyAdd) {  // the product alone may leave the range although the sum does not
+    const Vec<A> quarter = (xhat * A(0.25)) * weight + bias * A(0.25);
+    return result - result == 0 ? result : quarter * A(4);
+  }
+  return result;
+}
+
+// A block at once, for rows in the cache: weight and bias are loaded once.
 template <class A, class T>
-void write_row(const A* x, const A* weight, const A* bias, T* y, int64_t n, const RowStats<A>& s) {
+void write_block(const A* const* x, const A* weight, const A* bias, T* y, int64_t n, const RowStats<A>* stats) {
+  Normalise<A> normalise[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    normalise[r] = Normalise<A>(stats[r]);
+  }
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    const Vec<A> xhat = normalised(load_lanes<A>(x + i, count), s);
     const Vec<A> g = load_lanes<A>(weight + i, count), b = load_lanes<A>(bias + i, count);
-    Vec<A> result = fma(xhat, g, b);
-    if constexpr (!kFusedMultiplyAdd) {  // the product alone may leave the range although the sum does not
-      const Vec<A> quarter = (xhat * A(0.25)) * g + b * A(0.25);
-      result = result - result == 0 ? result : quarter * A(4);
+    Vec<A> v[kRows];
+    for (int r = 0; r < kRows; ++r) {  // before the first store: one at the same offset in a page would delay them
+      v[r] = load_lanes<A>(x[r] + i, count);
     }
-    store_lanes(y + i, result, count);
+    for (int r = 0; r < kRows; ++r) {
+      store_lanes(y + r * n + i, affine<A>(normalise[r](v[r]), g, b), count);
+    }
+  });
+}
+
+// One row, while the input of `ahead` later elements is fetched.
+template <Place kPlace, class A, class T>
+void write_row(const A* x, const A* weight, const A* bias, T* y, int64_t n, const RowStats<A>& stats, const T* input,
+               int64_t ahead) {
+  const Normalise<A> normalise(stats);
+  for_each_vector<A>(n, [&](int64_t i, int64_t count) {
+    const Vec<A> xhat = normalise(load_lanes<A>(x + i, count));
+    const Vec<A> result = affine<A>(xhat, load_lanes<A>(weight + i, count), load_lanes<A>(bias + i, count));
+    store_output<kPlace>(y + i, result, count);
+    prefetch<kPlace>(input, i + ahead);
   });
 }
 
@@ -212,24 +224,48 @@ const A* add_residual(const T* x, const X* residual, X* sum, int64_t n, A* buffe
 }
 
 // T: of x and y. X: of what is normalised.
-template <class T, class X>
+template <Sum kSum, class T, class X>
 void forward_rows(const NormForwardArgs& a) {
   using A = Accumulate<T>;
-  const int64_t stride = norm_row_bytes(a.n, a.dtype) / static_cast<int64_t>(sizeof(A));
-  A* buffer = static_cast<A*>(a.scratch);
-  const A* weight = parameter<A>(a.weight, a.weight_dtype, a.n, A(1), buffer + stride);
-  const A* bias = parameter<A>(a.bias, a.weight_dtype, a.n, A(0), buffer + 2 * stride);
-  constexpr Sum kSum = sizeof(X) == 2 ? Sum::kShort : Sum::kAny;
-  for (int64_t row = a.begin; row < a.end; ++row) {
-    const int64_t at = row * a.n;
-    const T* x = static_cast<const T*>(a.x) + at;
-    const A* values =
-        a.residual ? add_residual(x, static_cast<const X*>(a.residual) + at, static_cast<X*>(a.sum) + at, a.n, buffer)
-                   : widened(x, a.n, buffer);
-    const RowStats<A> stats =
-        a.rms ? checked_stats<Sum::kNone>(values, a.n, a.eps, buffer) : checked_stats<kSum>(values, a.n, a.eps, buffer);
-    write_row(values, weight, bias, static_cast<T*>(a.y) + at, a.n, stats);
-    write_stats(a.stats, row, a.rms, stats);
+  const int64_t n = a.n, stride = norm_row_bytes(n, a.dtype) / static_cast<int64_t>(sizeof(A));
+  A* scratch = static_cast<A*>(a.scratch);
+  const A* weight = parameter<A>(a.weight, a.weight_dtype, n, A(1), scratch);
+  const A* bias = parameter<A>(a.bias, a.weight_dtype, n, A(0), scratch + stride);
+  const Place place = place_of(a.rows, n * static_cast<int64_t>(sizeof(T)), a.y);
+  for (int64_t first = a.begin; first < a.end; first += kRows) {
+    const int count = a.end - first < kRows ? static_cast<int>(a.end - first) : kRows;
+    T* y = static_cast<T*>(a.y) + first * n;
+    const A* values[kRows];
+    RowStats<A> stats[kRows];
+    double variance[kRows];
+    for (int r = 0; r < count; ++r) {
+      const int64_t at = (first + r) * n;
+      A* buffer = scratch + (2 + r) * stride;
+      const T* x = static_cast<const T*>(a.x) + at;
+      values[r] = a.residual
+                      ? add_residual(x, static_cast<const X*>(a.residual) + at, static_cast<X*>(a.sum) + at, n, buffer)
+                      : widened(x, n, buffer);
+    }
+    for (int r = 0; r < count; ++r) {  // apart, so that the scalar end of a row overlaps with the next row's sums
+      stats[r] = row_stats<kSum>(values[r], n, A(1), a.eps, variance[r]);
+    }
+    for (int r = 0; r < count; ++r) {
+      values[r] = rescued<kSum>(values[r], n, a.eps, variance[r], scratch + (2 + r) * stride, stats[r]);
+      write_stats(a.stats, first + r, a.rms, stats[r]);
+    }
+    if (place == Place::kCached && count == kRows) {
+      write_block(values, weight, bias, y, n, stats);
+      continue;
+    }
+    for (int r = 0; r < count; ++r) {
+      const T* input = static_cast<const T*>(a.x) + (first + r) * n;
+      visit_place(place, [&](auto p) {
+        write_row<decltype(p)::value>(values[r], weight, bias, y + r * n, n, stats[r], input, kRows * n);
+      });
+    }
+  }
+  if (place == Place::kStreamed) {
+    finish_streaming();
   }
 }
 
@@ -237,7 +273,10 @@ void forward_rows(const NormForwardArgs& a) {
 
 void norm_forward(const NormForwardArgs& args) {
   visit_with_weight(args.dtype, args.residual ? args.residual_dtype : args.dtype, [&](auto t, auto x) {
-    forward_rows<typename decltype(t)::type, typename decltype(x)::type>(args);
+    using T = typename decltype(t)::type;
+    using X = typename decltype(x)::type;
+    constexpr Sum kSum = sizeof(X) == 2 ? Sum::kShort : Sum::kAny;
+    args.rms ? forward_rows<Sum::kNone, T, X>(args) : forward_rows<kSum, T, X>(args);
   });
 }
 

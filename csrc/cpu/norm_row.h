@@ -9,6 +9,19 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
+// Where the rows of a call lie, by the bytes of one tensor of it: in a core's own cache; beyond it, so that the next
+// rows are fetched ahead; so far beyond it that outputs go past the caches (a line is then not read before it is
+// written).
+enum class Place { kCached, kFar, kStreamed };
+inline Place place_of(int64_t rows, int64_t row_bytes, const void* output, const void* other_output = nullptr) {
+  const bool aligned =
+      (row_bytes | reinterpret_cast<intptr_t>(output) | reinterpret_cast<intptr_t>(other_output)) % kVectorBytes == 0;
+  const int64_t bytes = rows * row_bytes;
+  return bytes <= int64_t{1} << 20              ? Place::kCached
+         : bytes >= int64_t{8} << 20 && aligned ? Place::kStreamed
+                                                : Place::kFar;
+}
+
 // Of the row times `scale`, a power of two. rms_norm: both means are 0.
 template <class A>
 struct RowStats {
@@ -32,15 +45,28 @@ void write_stats(void* stats, int64_t row, bool rms, const RowStats<A>& s) {
   to[1] = s.scale;
 }
 
-// (x - mean) * rstd of x times scale. x - mean_hi is exact or nearly so where x is close to the mean, and then only one
-// more rounding follows. In double, where the mean of a constant row need not be a number of its own, both parts of the
-// mean are subtracted first, so that such a row gives exactly 0.
-ALLFINITE_INLINE Vec<float> normalised(Vec<float> x, const RowStats<float>& s) {
-  return fma(x - s.mean_hi, splat(s.rstd), splat(-s.mean_lo * s.rstd));
-}
-ALLFINITE_INLINE Vec<double> normalised(Vec<double> x, const RowStats<double>& s) {
-  return ((x - s.mean_hi) - s.mean_lo) * s.rstd;
-}
+// xhat = (x - mean) * rstd of x times scale. x - mean_hi is exact or nearly so where x is close to the mean, and then
+// only one more rounding follows. In double, where the mean of a constant row need not be a number of its own, both
+// parts of the mean are subtracted first, so that such a row gives exactly 0.
+template <class A>
+class Normalise {
+ public:
+  ALLFINITE_INLINE Normalise() = default;
+  ALLFINITE_INLINE explicit Normalise(const RowStats<A>& s)
+      : mean_(splat(s.mean_hi)),
+        low_(splat(std::is_same_v<A, float> ? -s.mean_lo * s.rstd : s.mean_lo)),
+        rstd_(splat(s.rstd)) {}
+  ALLFINITE_INLINE Vec<A> operator()(Vec<A> x) const {
+    if constexpr (std::is_same_v<A, float>) {
+      return fma(x - mean_, rstd_, low_);
+    } else {
+      return ((x - mean_) - low_) * rstd_;
+    }
+  }
+
+ private:
+  Vec<A> mean_, low_, rstd_;
+};
 
 template <class A, class T>
 ALLFINITE_INLINE Vec<A> load_lanes(const T* p, int64_t count) {
@@ -55,6 +81,15 @@ ALLFINITE_INLINE void store_lanes(T* p, V v, int64_t count) {
   }
 }
 
+template <Place kPlace, class T, class V>
+ALLFINITE_INLINE void store_output(T* p, V v, int64_t count) {
+  if constexpr (kPlace == Place::kStreamed) {
+    store_streaming(p, v);
+  } else {
+    store_lanes(p, v, count);
+  }
+}
+
 // f(i, count) for each vector of a row; count is less than the width in the last one only.
 template <class A, class F>
 ALLFINITE_INLINE void for_each_vector(int64_t n, F f) {
@@ -65,6 +100,27 @@ ALLFINITE_INLINE void for_each_vector(int64_t n, F f) {
   }
   if (i < n) {
     f(i, n - i);
+  }
+}
+
+// Asks for the line at p + offset, which need not exist.
+template <Place kPlace, class T>
+ALLFINITE_INLINE void prefetch(const T* p, int64_t offset) {
+  if constexpr (kPlace != Place::kCached) {
+    __builtin_prefetch(reinterpret_cast<const char*>(p) + offset * static_cast<int64_t>(sizeof(T)));
+  }
+}
+
+// f with the place as a constant.
+template <class F>
+void visit_place(Place place, F f) {
+  switch (place) {
+    case Place::kCached:
+      return f(std::integral_constant<Place, Place::kCached>{});
+    case Place::kFar:
+      return f(std::integral_constant<Place, Place::kFar>{});
+    case Place::kStreamed:
+      return f(std::integral_constant<Place, Place::kStreamed>{});
   }
 }
 

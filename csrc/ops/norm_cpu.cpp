@@ -24,6 +24,7 @@ void parallel_rows(const Args& args, int64_t rows, int64_t scratch_bytes, const 
   at::parallel_for(0, rows, grain_rows(args.n), [&](int64_t begin, int64_t end) {
     const at::DataPtr scratch = c10::GetCPUAllocator()->allocate(static_cast<size_t>(scratch_bytes));
     Args part = args;
+    part.rows = rows;
     part.begin = begin;
     part.end = end;
     part.scratch = scratch.get();
@@ -52,6 +53,7 @@ void run_norm_backward(const cpu::NormBackwardArgs& args, int64_t rows, const at
     const at::DataPtr scratch = c10::GetCPUAllocator()->allocate(static_cast<size_t>(scratch_bytes));
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       cpu::NormBackwardArgs part = args;
+      part.rows = rows;
       part.begin = chunk * per_chunk;
       part.end = std::min(rows, part.begin + per_chunk);
       part.sums = sums.data_ptr<double>() + chunk * 2 * n;
