@@ -4,7 +4,12 @@ import pytest
 
 from support.isa import other_capabilities, run_pytest_with
 
-NUMERIC = ("test_layer_norm_accuracy.py", "test_layer_norm_range.py", "test_layer_norm_invariance.py")
+NUMERIC = (
+    "test_layer_norm_accuracy.py",
+    "test_layer_norm_range.py",
+    "test_layer_norm_invariance.py",
+    "test_norm_places.py",
+)
 
 
 @pytest.mark.parametrize("capability", other_capabilities())
