@@ -3,6 +3,10 @@
 // Bytes: x read and y written once in memory, 2 b per element, and the mask; where backward will need the weights of a
 // 16-bit row, 4 more. The exponentials of a row are kept in L1 (fp32, fp64: in y itself). Floor: copy bandwidth out of
 // cache, in cache about 20 vector instructions for 16 elements (AVX-512), 13 of them exp.
+// Left after measurement (one thread of a 2-core Xeon with AVX-512, other work beside it): 256 x 768 in cache takes
+// 0.43 ns an element in fp16, 0.49 in bf16, 0.57 in fp32, where a copy takes a tenth of it: exp is the floor there.
+// Tails of less than a vector (197 columns) double that of a short row; a float bias adds 0.4 ns for its scores in
+// double.
 //
 // Accumulation: fp32 (fp64) weights, added in chains of 8 vectors, the chains in double (row_sum.h). A row in which
 // nothing takes part is 0. A NaN or +inf that takes part makes the row NaN, but for what is masked: that is 0.

@@ -4,6 +4,8 @@
 // in fp32, 2 more: y rounded would cost 2^-9 of each gradient. x and the mask are read only in rows whose dy is not
 // finite, to tell masked weights from those that underflowed. Floor: copy bandwidth out of cache; in cache about 12
 // vector instructions for 16 elements (AVX-512).
+// Left after measurement (as in softmax.cpp): 0.37 to 0.49 ns an element; what 16-bit rows lose beside a backward that
+// reads a rounded y is the memory of the fp32 weights, most where the allocator takes it fresh from the system.
 //
 // Accumulation: fp32 (fp64) products in chains of 8 vectors, the chains in double (row_sum.h); the mask's gradient in
 // double, row after row.
