@@ -28,16 +28,18 @@ double exact_column(const NormBackwardArgs& a, int64_t column, bool of_weight) {
 
 template <class T, class X, class G>
 void write_columns(const NormColumnsArgs& a, int64_t which, G* out) {
-  for (int64_t i = 0; i < a.rows.n; ++i) {
-    double total = 0;
+  const int64_t n = a.rows.n;
+  const double* sums = a.sums + which * n;
+  for_each_vector<double>(n, [&](int64_t i, int64_t count) {
+    Vec<double> total = {};
     for (int64_t c = 0; c < a.chunks; ++c) {
-      total += a.sums[(c * 2 + which) * a.rows.n + i];
+      total += load_lanes<double>(sums + c * 2 * n + i, count);
     }
-    if (!__builtin_isfinite(total)) {
-      total = exact_column<T, X>(a.rows, i, which == 0);
+    for (int64_t k = 0; k < count; ++k) {
+      const double sum = total[k];
+      out[i + k] = narrow<G>(__builtin_isfinite(sum) ? sum : exact_column<T, X>(a.rows, i + k, which == 0));
     }
-    out[i] = narrow<G>(total);
-  }
+  });
 }
 
 }  // namespace
