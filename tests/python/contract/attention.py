@@ -246,9 +246,11 @@ class Problem:
         self.linear = {} if plain else dict.fromkeys(("dquery", "dkey", "dvalue", "dmask"), False)
         # A subnormal dS times a large key is normal again with fewer digits; 24 bits above none of it shows.
         self.least = 0.0 if self.dtype == torch.float64 else 2.0**-102 * max(1, q_top, k_top) * max(1, np.abs(scale))
-        # What is subnormal on the way is so times the powers of two that packing has taken out, for each row of a sum.
-        out = [max(1, top * 2.0**-40) for top in (q_top, k_top, v_top)]
-        self.lost = p.q.shape[-2] * self.group * out[0] * out[1] * out[2]
+        # What is subnormal on the way is so times a key or query, and times the powers of two that packing has taken
+        # out, for each row of a sum.
+        small, large = sorted((q_top, k_top))
+        out = max(1, large) * max(1, small * 2.0**-40) * max(1, v_top * 2.0**-40)
+        self.lost = p.q.shape[-2] * self.group * out
         # KNOWN faults: a gradient of 0 is NaN where the powers of two that come back overflow, and that of lse
         # overflows in the unit of a small V.
         largest = max(q_top, k_top, 1) * max(ds_top, lse_top / min(1, v_top or 1)) * max(1, np.abs(scale))

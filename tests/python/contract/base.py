@@ -14,7 +14,7 @@ from contract.case import Case, change
 
 THREADS = (1, 2, 5)
 # One more run of each case looks at one of these; the larger tensors of "threads" cost most.
-CROSS_CHECKS = ("row alone", "loss scale", "layout", "one gradient") * 5 + ("threads",)
+CROSS_CHECKS = ("row alone", "loss scale", "layout", "one gradient") * 8 + ("threads",)
 
 
 @dataclass(frozen=True)
