@@ -128,15 +128,24 @@ class Norm:
         rstd = np.where(np.isfinite(rstd), rstd, 0).max(initial=1)
         least = 2.0**-960 if p.dtype == torch.float64 else 2.0**-102 * float(rstd)
 
-        def linear_in(dy: Tensor) -> dict[str, Array]:
-            """A column sum is linear bit for bit where no product is subnormal ("Doubt" in docs/numerics.md)."""
-            size = np.abs(wide(dy).reshape(-1, n) * self._normalised(*self._rows(case, got, n))[0])
-            columns = ((size == 0) | (size >= 2.0**-125)).all(0)
-            return {"dweight": columns.reshape(case.options["shape"])}
+        def linear(part: Case) -> dict[str, Array]:
+            """F4 holds bit for bit where nothing is subnormal on the way ("Doubt" in docs/numerics.md).
+
+            A column sum: where no product is. dx: beyond 2^-100 of what the largest dy * gamma of the row gives, whose
+            power of two a rescued row takes.
+            """
+            xhat, rstd = self._normalised(*self._rows(part, got, n))
+            dy, gamma = wide(part.incoming["y"]).reshape(-1, n), part.inputs["weight"]
+            size = np.abs(dy * xhat)
+            columns = ((size == 0) | (size >= 2.0**-125)).all(0).reshape(part.options["shape"])
+            g = np.abs(dy if gamma is None else dy * wide(gamma, p.dtype).reshape(n))
+            least_dx = rstd * g.max(1, initial=0, keepdims=True) * 2.0**-100
+            rows = (np.abs(self.exact(part, got, n)["dx"].value) > least_dx).reshape(part.inputs["x"].shape)
+            return {"dweight": columns, "dx": rows, "dresidual": rows}
 
         cross_check(
             p.cross_check,
-            Shared(case, got, rng, alone, len(case.inputs["x"]), lambda part: linear_in(part.incoming["y"]), least),
+            Shared(case, got, rng, alone, len(case.inputs["x"]), linear, least),
             api,
         )
         return shares
