@@ -11,9 +11,13 @@ namespace {
 
 // exp(x - shift) for x - shift <= 88; 0 below 2^-126 and for x = -inf; NaN where x or the difference is.
 //
-// The difference is rounded to fp32, which at 64 to 88 is 2^-18 of the result: the part that the rounding took (exact:
-// two-sum, Knuth 1969) is put back as a factor 1 + part.
+// The difference is rounded to fp32, which at 64 to 88 is 2^-18 of the result. With kExact the part that the rounding
+// took (exact: two-sum, Knuth 1969) is put back as a factor 1 + part.
+template <bool kExact>
 ALLFINITE_INLINE Vec<float> exp_difference(Vec<float> x, float shift) {
+  if constexpr (!kExact) {
+    return exp(x - shift);
+  }
   constexpr float kLowest = -87.33654f;  // ln 2^-126, as in exp
   const Vec<float> d = x - shift;
   const Vec<float> minus_shift = d - x;
@@ -21,6 +25,7 @@ ALLFINITE_INLINE Vec<float> exp_difference(Vec<float> x, float shift) {
   const Vec<float> e = exp(d);
   return d < kLowest ? Vec<float>{} : fma(e, part, e);
 }
+template <bool kExact>
 ALLFINITE_INLINE Vec<double> exp_difference(Vec<double> x, double shift) {
   return exp(x - shift);
 }
