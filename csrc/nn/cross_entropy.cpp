@@ -30,7 +30,8 @@ CrossEntropyLossImpl::CrossEntropyLossImpl(torch::nn::CrossEntropyLossOptions op
 }
 
 void CrossEntropyLossImpl::reset() {
-  weight = register_buffer("weight", options.weight());
+  // A copy: loading an archive writes into the buffer, and clone() must not share it.
+  weight = register_buffer("weight", options.weight().defined() ? options.weight().clone() : torch::Tensor());
 }
 
 void CrossEntropyLossImpl::pretty_print(std::ostream& stream) const {

@@ -79,6 +79,7 @@ TEST_CASE("nn::CrossEntropyLoss: options of torch's module, its archive, clone a
   CHECK_FALSE(copy->weight.is_same(ours->weight));
   allfinite::nn::CrossEntropyLoss with_z(torch::nn::CrossEntropyLossOptions(), 0.5);
   CHECK(at::equal(with_z->forward(x, target), allfinite::cross_entropy(x, target, {}, -100, "mean", 0.0, 0.5)));
-  CHECK(error_text<c10::ValueError>([] { allfinite::nn::CrossEntropyLoss({}, -1.0); }) ==
-        "allfinite::nn::CrossEntropyLoss: expected z_loss >= 0 and finite, but got -1");
+  CHECK(error_text<c10::ValueError>([] {
+          allfinite::nn::CrossEntropyLoss(torch::nn::CrossEntropyLossOptions(), -1.0);
+        }) == "allfinite::nn::CrossEntropyLoss: expected z_loss >= 0 and finite, but got -1");
 }
