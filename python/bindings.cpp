@@ -1,4 +1,4 @@
-// pybind11: what an op's schema cannot express. The tensor maths are ops (torch.ops.allfinite), not bindings.
+// pybind11: what an op's schema cannot express, and short cuts to the ops (torch.ops.allfinite).
 // Classes are bound in files of their own, bindings_<topic>.cpp, and listed in bindings.h.
 #include <pybind11/pybind11.h>
 
@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, m) {
   allfinite::python::bind_errors();
   allfinite::python::bind_build(m);
   allfinite::python::bind_amp(m);
+  allfinite::python::bind_ops(m);
 }

@@ -7,5 +7,6 @@ namespace allfinite::python {
 void bind_amp(pybind11::module_& m);
 void bind_build(pybind11::module_& m);
 void bind_errors();
+void bind_ops(pybind11::module_& m);
 
 }  // namespace allfinite::python

@@ -1,5 +1,9 @@
 """AllFinite's C++ core, apart from its ops."""
 
+from types import ModuleType
+
+ops: ModuleType  # by position; the schemas of torch.ops.allfinite say the arguments
+
 def cpu_capability() -> str: ...
 def cuda_built() -> bool: ...
 

@@ -7,6 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from allfinite import _C
+from allfinite._direct import direct
+
+_KEYWORDS = ("softcap", "window")
+_attention = direct(
+    _C.ops.scaled_dot_product_attention, torch.ops.allfinite.scaled_dot_product_attention, keywords=_KEYWORDS
+)
+_attention_lse = direct(
+    _C.ops.scaled_dot_product_attention_lse, torch.ops.allfinite.scaled_dot_product_attention_lse, keywords=_KEYWORDS
+)
 _OP = "allfinite::scaled_dot_product_attention"
 
 
@@ -107,9 +117,8 @@ def scaled_dot_product_attention(
     """
     if isinstance(attn_mask, CausalBias):
         attn_mask, is_causal, window = _without_causal_bias(query, key, attn_mask, is_causal, window)
-    ops = torch.ops.allfinite
-    op = ops.scaled_dot_product_attention_lse if return_lse else ops.scaled_dot_product_attention
-    result: Tensor | tuple[Tensor, Tensor] = op(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap=softcap, window=window
+    attend = _attention_lse if return_lse else _attention
+    result: Tensor | tuple[Tensor, Tensor] = attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, window
     )
     return result

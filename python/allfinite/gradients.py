@@ -9,6 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from allfinite import _C
+from allfinite._direct import direct
+
+_unscale_and_check_ = direct(_C.ops.unscale_and_check_, torch.ops.allfinite.unscale_and_check_)
+_grad_stats = direct(_C.ops.grad_stats, torch.ops.allfinite.grad_stats)
+_update_scale_ = direct(_C.ops.update_scale_, torch.ops.allfinite.update_scale_)
+
 
 class GradStats(NamedTuple):
     """What one read of some gradients tells; tensors of no dimension, on their device.
@@ -49,7 +56,7 @@ def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
         TypeError: a dtype that is not listed. NotImplementedError: a sparse tensor (pass the values of its coalesced
         form); forward-mode differentiation. RuntimeError: tensors on several devices; a backward through the result.
     """
-    return GradStats(*torch.ops.allfinite.grad_stats(_as_list(tensors)))
+    return GradStats(*_grad_stats(_as_list(tensors)))
 
 
 def unscale_and_check_(grads: Tensor | Iterable[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -67,7 +74,7 @@ def unscale_and_check_(grads: Tensor | Iterable[Tensor], found_inf: Tensor, inv_
         overlap with different dtypes. NotImplementedError: a sparse tensor (pass the values of its coalesced form).
         RuntimeError: tensors on several devices. Nothing is written when an argument is refused.
     """
-    torch.ops.allfinite.unscale_and_check_(_as_list(grads), found_inf, inv_scale)
+    _unscale_and_check_(_as_list(grads), found_inf, inv_scale)
 
 
 def update_scale_(
@@ -103,6 +110,6 @@ def update_scale_(
         TypeError: dtypes. ValueError: more or fewer elements than one; a number outside its range, NaN included.
         RuntimeError: tensors on several devices. Nothing is written when an argument is refused.
     """
-    torch.ops.allfinite.update_scale_(
+    _update_scale_(
         scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval, min_scale, max_scale
     )

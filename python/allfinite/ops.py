@@ -8,6 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from allfinite import _C
+from allfinite._direct import direct
+
+_layer_norm = direct(_C.ops.layer_norm, torch.ops.allfinite.layer_norm)
+
 
 def layer_norm(
     input: Tensor,
@@ -35,7 +40,7 @@ def layer_norm(
         TypeError: a dtype that is not listed. ValueError: shapes, ``eps``. RuntimeError: tensors on several devices.
         NotImplementedError: forward-mode differentiation. (Double backward works.)
     """
-    result: Tensor = torch.ops.allfinite.layer_norm(input, normalized_shape, weight, bias, eps)
+    result: Tensor = _layer_norm(input, normalized_shape, weight, bias, eps)
     return result
 
 

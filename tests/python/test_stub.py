@@ -90,6 +90,9 @@ def differences(owner: type | ModuleType, body: list[ast.stmt], path: str = "_C"
             returned = built_signature(value.fget)[1]
             if returned != types(node.annotation) or value.fset is None:  # a plain attribute in the stub is writable
                 found.append(f"{where}: {returned} in the module, {types(node.annotation)} in the stub")
+        elif isinstance(value, ModuleType):
+            if types(node.annotation) != "ModuleType":
+                found.append(f"{where}: a module in the module, {types(node.annotation)} in the stub")
         elif types(node.annotation).split("[")[0] != type(value).__name__:
             found.append(f"{where}: {type(value).__name__} in the module, {types(node.annotation)} in the stub")
     return found

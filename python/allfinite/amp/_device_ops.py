@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from allfinite import _C
 from allfinite._C import ScalePolicy
+from allfinite._direct import direct
+
+_unscale_and_check_ = direct(_C.ops.unscale_and_check_, torch.ops.allfinite.unscale_and_check_)
+_update_scale_ = direct(_C.ops.update_scale_, torch.ops.allfinite.update_scale_)
+_get_total_norm = direct(_C.ops.get_total_norm, torch.ops.allfinite.get_total_norm)
+_clip_grads_with_norm_ = direct(_C.ops.clip_grads_with_norm_, torch.ops.allfinite.clip_grads_with_norm_)
 
 
 def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, may_overflow: bool) -> None:
@@ -30,7 +37,7 @@ def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
     for grad in grads:
         (own if _has_kernels(grad) else others).append(grad)
     if own:
-        torch.ops.allfinite.unscale_and_check_(own, found_inf, inv_scale)
+        _unscale_and_check_(own, found_inf, inv_scale)
     for same_dtype in _by_dtype(others):
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
         if may_overflow:
@@ -44,7 +51,7 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, poli
         found_inf: float32; any value but 0 means that a gradient was not finite.
     """
     if _has_kernels(scale):
-        torch.ops.allfinite.update_scale_(
+        _update_scale_(
             scale,
             growth_tracker,
             found_inf,
@@ -71,7 +78,7 @@ def get_total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         norm_type: > 0; ``inf`` is the largest magnitude.
     """
     if all(map(_has_kernels, tensors)):
-        norm: Tensor = torch.ops.allfinite.get_total_norm(tensors, norm_type)
+        norm: Tensor = _get_total_norm(tensors, norm_type)
         return norm
     if not norm_type > 0:
         raise ValueError(f"allfinite::get_total_norm: expected norm_type > 0, but got {norm_type}")
@@ -92,7 +99,7 @@ def clip_grads_with_norm_(grads: Sequence[Tensor], max_norm: float, total_norm: 
         grads: as ``tensors`` of :func:`get_total_norm`, all on the device of ``total_norm``.
     """
     if all(map(_has_kernels, grads)):
-        torch.ops.allfinite.clip_grads_with_norm_(grads, max_norm, total_norm)
+        _clip_grads_with_norm_(grads, max_norm, total_norm)
         return
     factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
     factor = torch.where(total_norm.isfinite(), factor, 1.0)
