@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import info, train
+from . import bench, info, train
 
 USAGE = 2
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = OneLineParser(prog="allfinite", description="Keeps mixed-precision Transformer training finite.")
     subcommands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for module in (train, info):
+    for module in (train, bench, info):
         module.add(subcommands)
     parsed = parser.parse_args(arguments)
     code = parsed.run(parsed)
