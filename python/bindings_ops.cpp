@@ -21,6 +21,11 @@ void bind_ops(py::module_& parent) {
   // Kernels run without the interpreter's lock, as torch's do.
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   m.def("layer_norm", &layer_norm, Unlocked());
+  m.def("rms_norm", &rms_norm, Unlocked());
+  m.def("add_layer_norm", &add_layer_norm, Unlocked());
+  m.def("add_rms_norm", &add_rms_norm, Unlocked());
+  m.def("softmax", &softmax, Unlocked());
+  m.def("cross_entropy", &cross_entropy, Unlocked());
 
   const auto attention = [](auto function) {
     return

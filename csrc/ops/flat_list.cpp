@@ -87,6 +87,28 @@ FlatList FlatList::all_elements(at::TensorList tensors) {
   return FlatList(std::move(pieces));
 }
 
+// Whether no two tensors lie in one storage: then no memory is shared, and nothing need be sorted. An open-addressing
+// table of at least twice as many places as tensors.
+static bool separate_storages(at::TensorList tensors) {
+  size_t places = 16;
+  while (places < 2 * tensors.size()) {
+    places *= 2;
+  }
+  std::vector<const void*> table(places);
+  for (const at::Tensor& tensor : tensors) {
+    const void* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    // Objects lie 16 bytes or more apart; the product spreads them over the upper bits.
+    auto place = static_cast<size_t>((reinterpret_cast<uintptr_t>(storage) >> 4) * 0x9E3779B97F4A7C15ull >> 20);
+    while (table[place & (places - 1)] != nullptr) {
+      if (table[place++ & (places - 1)] == storage) {
+        return false;
+      }
+    }
+    table[place & (places - 1)] = storage;
+  }
+  return true;
+}
+
 FlatList FlatList::distinct_memory(const char* op, at::TensorList tensors) {
   std::vector<Piece> pieces;
   pieces.reserve(tensors.size());
@@ -94,6 +116,10 @@ FlatList FlatList::distinct_memory(const char* op, at::TensorList tensors) {
     if (tensor.numel() != 0) {
       pieces.push_back(piece_of(tensor, true));
     }
+  }
+  const auto repeats = [](const Piece& piece) { return piece.may_repeat(); };
+  if (separate_storages(tensors) && std::none_of(pieces.begin(), pieces.end(), repeats)) {
+    return FlatList(std::move(pieces));
   }
   const auto by_address = [](const Piece& a, const Piece& b) { return a.data < b.data; };
   if (!std::is_sorted(pieces.begin(), pieces.end(), by_address)) {

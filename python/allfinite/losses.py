@@ -3,6 +3,11 @@
 import torch
 from torch import Tensor
 
+from allfinite import _C
+from allfinite._direct import direct
+
+_cross_entropy = direct(_C.ops.cross_entropy, torch.ops.allfinite.cross_entropy, keywords=("z_loss",))
+
 
 def cross_entropy(
     input: Tensor,
@@ -39,7 +44,5 @@ def cross_entropy(
         ``ignore_index`` beside probabilities. IndexError: a class outside ``[0, C)``. RuntimeError: tensors on several
         devices. NotImplementedError: a gradient of ``weight``, forward-mode differentiation. (Double backward works.)
     """
-    result: Tensor = torch.ops.allfinite.cross_entropy(
-        input, target, weight, ignore_index, reduction, label_smoothing, z_loss=z_loss
-    )
+    result: Tensor = _cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing, z_loss)
     return result

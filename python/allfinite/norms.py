@@ -8,6 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from allfinite import _C
+from allfinite._direct import direct
+
+_rms_norm = direct(_C.ops.rms_norm, torch.ops.allfinite.rms_norm)
+_add_layer_norm = direct(_C.ops.add_layer_norm, torch.ops.allfinite.add_layer_norm)
+_add_rms_norm = direct(_C.ops.add_rms_norm, torch.ops.allfinite.add_rms_norm)
+
 
 def rms_norm(
     input: Tensor,
@@ -32,7 +39,7 @@ def rms_norm(
         TypeError: a dtype that is not listed. ValueError: shapes, ``eps``. RuntimeError: tensors on several devices.
         NotImplementedError: forward-mode differentiation. (Double backward works.)
     """
-    result: Tensor = torch.ops.allfinite.rms_norm(input, normalized_shape, weight, eps)
+    result: Tensor = _rms_norm(input, normalized_shape, weight, eps)
     return result
 
 
@@ -65,9 +72,7 @@ def add_layer_norm(
     Raises:
         As ``layer_norm``; ValueError and TypeError also for the shape and dtype of ``residual``.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.allfinite.add_layer_norm(
-        input, residual, normalized_shape, weight, bias, eps
-    )
+    result: tuple[Tensor, Tensor] = _add_layer_norm(input, residual, normalized_shape, weight, bias, eps)
     return result
 
 
@@ -93,5 +98,5 @@ def add_rms_norm(
     Raises:
         As ``rms_norm``; ValueError and TypeError also for the shape and dtype of ``residual``.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.allfinite.add_rms_norm(input, residual, normalized_shape, weight, eps)
+    result: tuple[Tensor, Tensor] = _add_rms_norm(input, residual, normalized_shape, weight, eps)
     return result

@@ -11,6 +11,7 @@ from torch import Tensor
 from allfinite import _C
 from allfinite._direct import direct
 
+_softmax = direct(_C.ops.softmax, torch.ops.allfinite.softmax, keywords=("mask", "scale"))
 _layer_norm = direct(_C.ops.layer_norm, torch.ops.allfinite.layer_norm)
 
 
@@ -65,5 +66,5 @@ def softmax(input: Tensor, dim: int, *, mask: Tensor | None = None, scale: float
         TypeError: dtypes. IndexError: ``dim``. ValueError: mask's shape, ``scale``. RuntimeError: tensors on several
         devices. NotImplementedError: a sparse or nested tensor, forward-mode differentiation. (Double backward works.)
     """
-    result: Tensor = torch.ops.allfinite.softmax(input, dim, mask=mask, scale=scale)
+    result: Tensor = _softmax(input, dim, mask, scale)
     return result

@@ -21,8 +21,7 @@ Function = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 def _gradients(function: Function, leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> object:
     outputs = function(*leaves)
-    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-    return torch.autograd.grad(outputs, leaves, grads)
+    return torch.autograd.grad((outputs,) if isinstance(outputs, Tensor) else outputs, leaves, grads)
 
 
 def _pair(
