@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 import allfinite
 from support.attention_cases import Case, assert_accurate, random_case, run
@@ -216,3 +217,46 @@ def test_more_keys_than_sixteen_bits():
     got = run(Case(z[:, :, :2], z, z, torch.ones(1, 1, 2, 8).half()))
     assert all(torch.isfinite(t).all() for t in got.values())
     assert not got["output"].any()
+
+
+def test_f1_no_gradient_is_no_gradient_at_the_end_of_the_range() -> None:
+    """One key: dS is exactly 0, and the powers of two that are taken back overflow; 0 * inf would be NaN."""
+    big = torch.finfo(torch.float32).max
+    q = torch.zeros(1, 1, requires_grad=True)
+    output = allfinite.scaled_dot_product_attention(q, torch.full((1, 1), -big), torch.full((1, 1), big))
+    (dq,) = torch.autograd.grad(output, q, torch.full((1, 1), big))
+    assert dq.item() == 0
+
+
+def test_f1_gradient_of_lse_beside_tiny_values() -> None:
+    """V is packed times 2^89: in its unit the gradient of lse would leave fp32."""
+    q, k = torch.ones(1, 2, requires_grad=True), torch.tensor([[0.0, 7.9e21]])
+    outputs = allfinite.scaled_dot_product_attention(q, k, torch.full((1, 1), 1.6e-27), return_lse=True)
+    (dq,) = torch.autograd.grad(outputs, q, [torch.ones(1, 1), torch.full((1,), 5.2e11)])
+    torch.testing.assert_close(dq, torch.tensor([[0.0, 5.2e11 * 7.9e21 / 2**0.5]]), rtol=1e-6, atol=0)
+
+
+def test_f4_a_huge_value_that_nobody_sees() -> None:
+    """It packs V, and the small gradients beside it must not lose digits for that."""
+    torch.manual_seed(0)
+    q, k = torch.full((1, 1), 0.125), torch.ones(9, 1, requires_grad=True)
+    v = torch.randn(9, 2)
+    v[5, 1] = -3.4e38
+    grad = torch.tensor([[-4.7452752838239576e-09, 1.6118454126967663e-08]])
+
+    def dk(scale: float) -> Tensor:
+        output = allfinite.scaled_dot_product_attention(q, k, v, window=(1, 4))
+        return torch.autograd.grad(output, k, grad * scale)[0]
+
+    assert torch.equal(dk(1) * 2.0**42, dk(2.0**42))
+
+
+def test_f3_a_sum_of_weights_that_rounds_to_one() -> None:
+    """One key has all weight but 3e-10: the others still make the gradient of the scores."""
+    q = torch.tensor([[-0.001953125]], dtype=torch.float16, requires_grad=True)
+    k = torch.tensor([[0.0], [0.0], [-11816.0], [0.0]], dtype=torch.float16)
+    v = torch.tensor([[0.0], [0.0], [0.0], [1.0]], dtype=torch.float16)
+    (dq,) = torch.autograd.grad(allfinite.scaled_dot_product_attention(q, k, v), q)
+    wide = q.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(torch.softmax(wide @ k.double().T, -1) @ v.double(), wide)
+    assert dq.item() == exact.half().item()

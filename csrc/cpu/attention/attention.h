@@ -1,5 +1,5 @@
-// Scaled dot product attention: arguments of the CPU kernels (what they compute: forward.cpp, backward_rows.cpp,
-// backward_keys.cpp). Torch-free.
+// Scaled dot product attention: arguments of the CPU kernels (what they compute: forward.cpp, backward.cpp,
+// backward_rows.cpp, backward_mask.cpp). Torch-free.
 //
 // All arithmetic is in the accumulate type A: fp32, or fp64 for fp64 tensors. Every tensor is first packed: widened to
 // A once, times a power of two that keeps products inside A's range, in rows or in transposed tiles of keys.
@@ -12,7 +12,8 @@
 namespace allfinite::cpu {
 
 constexpr int64_t kAttentionKeys = 128;        // keys in a tile: the unit of the online softmax, so part of the result
-constexpr int64_t kAttentionRows = 48;         // most query rows in a tile: no part of the result
+constexpr int64_t kAttentionChunkTiles = 4;    // tiles of keys whose share of dQ is one sum, so part of the result
+constexpr int64_t kAttentionRows = 96;         // most query rows in a tile: no part of the result
 constexpr int64_t kAttentionRowAlign = 12;     // packed rows are padded to a multiple (of every register block)
 constexpr int64_t kAttentionColumnAlign = 16;  // packed columns, and the keys of a transposed tile
 
@@ -23,21 +24,27 @@ struct AttentionTensor {
   DType dtype;
 };
 
-// A packed tensor. Slice: one (batch, head).
+// What a packed slice holds beside the usual; kernels skip what it rules out.
+constexpr uint8_t kAttentionNonFinite = 1;  // a row with a NaN or an infinity
+constexpr uint8_t kAttentionScaled = 2;     // an exponent that is not 0
+
+// Slices [first, first + as many as were allocated) of a tensor, packed. Slice: one (batch, head).
 struct AttentionPacked {
   void* row_major;      // A [slices, padded_rows, padded_columns], or null; rows that hold a NaN or infinity are zeros
   void* transposed;     // A [slices, tiles, columns, tile_width], or null; NaN and infinity as they are
   uint8_t* non_finite;  // [slices, padded_rows]: the row holds a NaN or an infinity
+  uint8_t* state;       // [slices]: kAttentionNonFinite | kAttentionScaled
   int32_t* exponents;   // stored value = value * 2^-exponent; [slices, padded_rows], or [slices] if not per_row
   void* largest;        // A [slices]: largest finite magnitude as stored; only if not per_row
   int64_t heads, rows, columns, padded_rows, padded_columns, tile_width;
+  int64_t first;
   bool per_row;
 };
 
 struct AttentionPackArgs {
   AttentionTensor source;
   AttentionPacked packed;
-  const void* beside;  // A [slices, rows] or null: values that share the row's exponent (the gradient of lse)
+  const void* beside;  // A [all slices, rows] or null: values that share the row's exponent (the gradient of lse)
   int64_t begin, end;  // slices to do
 };
 
@@ -55,7 +62,9 @@ struct AttentionProblem {
   AttentionPacked query, key, value, grad;  // key.exponents and value.exponents: one a slice
 };
 
-// Per row two numbers of A: the largest score / 4 (-inf: no key takes part), and 1 / sum of exp(score - largest).
+// Per row of the statistics, numbers of A: the largest score / 4 (-inf: no key takes part), 1 / sum of
+// exp(score - largest), negative where one key alone has weight, and the output before it was rounded, in the units of
+// the packed values.
 constexpr int64_t kAttentionStats = 2;
 
 struct AttentionForwardArgs {
@@ -63,42 +72,67 @@ struct AttentionForwardArgs {
   AttentionTensor value;  // as given, for its rows that are not finite
   void* output;           // [batch, heads, queries, value_depth], dtype
   void* lse;              // A [batch, heads, queries]
-  void* stats;            // A [batch, heads, queries, 2]
+  void* stats;            // A [batch, heads, queries, kAttentionStats + value_depth]
   void* scratch;  // A [kAttentionRows * (kAttentionKeys + value.padded_columns) + 2 * kAttentionKeys + value columns]
   int64_t begin, end;  // tasks to do: (batch, head, tile of kAttentionRows)
 };
 
-struct AttentionRowsArgs {
+// Per row of `delta`: the sum of P dP minus grad_lse, then grad_lse; both in the row's units.
+constexpr int64_t kAttentionDelta = 2;
+
+struct AttentionDeltaArgs {
   AttentionProblem problem;
-  AttentionTensor key;   // as given, for its rows that are not finite
-  const void* stats;     // A [batch, heads, queries, 2]
+  const void* stats;
   const void* grad_lse;  // A [batch, heads, queries], or null
-  void* delta;           // A [batch, heads, queries], written: sum of P dP minus grad_lse, in the row's units
-  void* grad_query;      // [batch, heads, queries, depth], dtype, or null
-  void* grad_mask;       // [mask_size...], mask_dtype, or null
-  int64_t mask_size[4];  // of the mask: each 1 or the full size; with grad_mask only
-  int64_t tile_rows;     // multiple of kAttentionRowAlign, at most kAttentionRows
-  void* scratch;         // A [tile_rows * (3 * span + key.padded_columns) + 2 * kAttentionKeys + key columns]
-  double* mask_scratch;  // [tile_rows * keys], with grad_mask only
-  int64_t span;          // keys rounded up to whole tiles
-  int64_t begin, end;    // tasks to do: (mask batch, mask head, tile) of `tasks`
-  int64_t tasks[3];      // batch, head, tile: each the full number, or 1 where the mask's gradient is a sum over it
+  void* delta;           // A [batch, heads, queries, kAttentionDelta], written
+  int64_t begin, end;    // slices (batch, head) to do
 };
 
-struct AttentionKeysArgs {
+struct AttentionBackwardArgs {
   AttentionProblem problem;
-  AttentionTensor query, grad;  // as given, for their rows that are not finite
+  AttentionTensor query, key, grad;  // as given, for their rows that are not finite
   const void* stats;
-  const void* delta;  // from the rows pass
-  void* grad_key;     // [batch, kv_heads, keys, depth], dtype, or null
-  void* grad_value;   // [batch, kv_heads, keys, value_depth], dtype, or null
-  void* scratch;      // A [3 * kAttentionRows * kAttentionKeys + 144 * (padded columns of key + value) + 512 + columns]
-  int64_t begin, end;  // tasks to do: (batch, kv_head, tile of kAttentionKeys)
+  const void* delta;
+  void* grad_key;    // [batch, kv_heads, keys, depth], dtype, or null
+  void* grad_value;  // [batch, kv_heads, keys, value_depth], dtype, or null
+  void* query_sums;  // A [heads / kv_heads, query.padded_rows, query.padded_columns], or null; these tiles' share of dQ
+  void* scratch;     // A [attention_backward_scratch(problem)]
+  int64_t slice;     // (batch, kv_head)
+  int64_t begin, end;  // tiles of kAttentionKeys to do
+};
+
+constexpr int64_t attention_backward_scratch(const AttentionProblem& p) {
+  const int64_t matrices = 3 * (kAttentionRows + 1) * kAttentionKeys, columns = p.query.padded_columns;
+  return matrices + 2 * kAttentionKeys + (kAttentionKeys + 2 * kAttentionRowAlign) * (columns + p.grad.padded_columns);
+}
+
+// dQ of rows [begin, end) of each head of one (batch, kv_head): the parts added to the first in order, then written.
+struct AttentionQueryGradArgs {
+  AttentionProblem problem;
+  void* parts;         // A [count, heads / kv_heads, query.padded_rows, query.padded_columns]
+  int64_t count;       // of parts
+  void* grad_query;    // [batch, heads, queries, depth], dtype; null: only add
+  int64_t slice;       // (batch, kv_head)
+  int64_t begin, end;  // rows to do
+};
+
+struct AttentionMaskGradArgs {
+  AttentionProblem problem;
+  const void* stats;
+  const void* delta;
+  void* grad_mask;       // [mask_size...], mask_dtype
+  int64_t mask_size[4];  // each 1 or the full size
+  void* scratch;         // A [attention_backward_scratch(problem)]
+  double* sums;          // [kAttentionRows, keys]
+  int64_t begin, end;    // tasks to do: (mask batch, mask head, tile of kAttentionRows) of `tasks`
+  int64_t tasks[3];      // batch, head, tile: each the full number, or 1 where the mask's gradient is a sum over it
 };
 
 ALLFINITE_CPU_KERNEL(attention_pack, AttentionPackArgs)
 ALLFINITE_CPU_KERNEL(attention_forward, AttentionForwardArgs)
-ALLFINITE_CPU_KERNEL(attention_backward_rows, AttentionRowsArgs)
-ALLFINITE_CPU_KERNEL(attention_backward_keys, AttentionKeysArgs)
+ALLFINITE_CPU_KERNEL(attention_delta, AttentionDeltaArgs)
+ALLFINITE_CPU_KERNEL(attention_backward, AttentionBackwardArgs)
+ALLFINITE_CPU_KERNEL(attention_query_grad, AttentionQueryGradArgs)
+ALLFINITE_CPU_KERNEL(attention_mask_grad, AttentionMaskGradArgs)
 
 }  // namespace allfinite::cpu

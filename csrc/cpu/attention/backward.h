@@ -1,5 +1,5 @@
-// What the two backward passes share: the weights of a tile, made again from the saved row statistics, and the gradient
-// of the scores, dS = P (dP - delta) with delta = sum of P dP - grad_lse.
+// What the backward kernels share: the weights of a tile, made again from the saved row statistics, and the gradient of
+// the scores, dS = P (dP - delta) with delta = sum of P dP - grad_lse, one tile of rows against one tile of keys.
 #pragma once
 #include "cpu/attention/attention.h"
 #include "cpu/attention/scores.h"
@@ -7,59 +7,99 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-// One tile of query rows against one tile of keys; the three matrices have the same layout.
 template <class A>
-struct Tile {
-  A* weights;    // P, then, with dropout in, what of it was kept
-  A* gradients;  // dP of the weights before dropout, then dS
-  A* slopes;     // d score / d dot product, with softcap only
-  int64_t row_step;
-};
-
-template <class A>
-class BackwardTiles {
+class BackwardTile {
  public:
-  BackwardTiles(const AttentionProblem& problem, const void* stats, A* buffer)
-      : scores_(problem), p_(problem), stats_(static_cast<const A*>(stats)), buffer_(buffer) {}
+  // buffer: attention_backward_scratch; what follows this object's part begins at `rest`.
+  BackwardTile(const AttentionProblem& problem, const void* stats, const void* delta, A* buffer)
+      : scores_(problem),
+        p_(problem),
+        stats_(static_cast<const A*>(stats)),
+        delta_(static_cast<const A*>(delta)),
+        weights_(buffer),
+        gradients_(weights_ + kMatrix),
+        slopes_(gradients_ + kMatrix),
+        dropout_(slopes_ + kMatrix),
+        rest_(dropout_ + 2 * kAttentionKeys) {}
 
   const Scores<A>& scores() const { return scores_; }
+  A* rest() const { return rest_; }
+  // P of the last tile, [row][key]; a masked weight is -0.
+  A* weights(int64_t r = 0) const { return weights_ + r * kAttentionKeys; }
+  // The gradient of its scores; a masked one is 0, whatever dP and delta are.
+  A* gradients(int64_t r = 0) const { return gradients_ + r * kAttentionKeys; }
 
-  // weights = P, gradients = dP. A masked weight is -0.
-  void weights_and_gradients(const RowTile& t, int64_t tile, const Tile<A>& out) const {
-    scores_(t, tile, out.weights, p_.softcap > 0 ? out.slopes : nullptr, out.row_step, buffer_);
-    const A* stats = stats_ + (scores_.query_slice(t) * p_.queries + t.row) * kAttentionStats;
+  void compute(const RowTile& t, int64_t tile, const Band& band) {
+    scores_.dot(p_.query, p_.key, t, tile, band, weights_, kAttentionKeys);
+    scores_.dot(p_.grad, p_.value, t, tile, band, gradients_, kAttentionKeys);
+    const int64_t keys = scores_.keys_in(tile), first = scores_.query_slice(t) * p_.queries + t.row;
     for (int64_t r = 0; r < t.rows; ++r) {
-      Scores<A>::weigh(out.weights + r * out.row_step, scores_.columns_in(tile), stats[r * kAttentionStats],
-                       stats[r * kAttentionStats + 1]);
-    }
-    scores_.dot(p_.grad, p_.value, t, tile, out.gradients, out.row_step);
-    for (int64_t r = 0; p_.dropout_p > 0 && r < t.rows; ++r) {
-      scores_.drop(t, r, tile, out.gradients + r * out.row_step, buffer_);
+      const Span span = scores_.span(band, r, keys);
+      const A* stats = stats_ + (first + r) * (kAttentionStats + p_.value_depth);
+      const A* delta = delta_ + (first + r) * kAttentionDelta;
+      const A inverse = __builtin_fabs(stats[1]);
+      scores_.row_scores(t, tile, r, span, weights(r), slope(r), dropout_);
+      if (p_.dropout_p > 0) {
+        scores_.drop(t, r, tile, span, gradients(r), dropout_);
+      }
+      if (scores_.may_mask(span)) {
+        row_gradients<true>(r, span, stats[0], inverse, delta[0]);
+      } else {
+        row_gradients<false>(r, span, stats[0], inverse, delta[0]);
+      }
+      if (stats[1] < 0) {
+        only_key(r, span, delta[1]);
+      }
     }
   }
 
-  // The gradient of one row's scores, in place of dP; a masked one is 0, whatever dP and delta are.
-  static void score_gradients(const A* weights, A* gradients, int64_t columns, A delta) {
-    for (int64_t j = 0; j < columns; j += kWidth<A>) {
-      const Vec<A> p = load<A>(weights + j);
-      const Vec<A> ds = p * (load<A>(gradients + j) - delta);
-      store(gradients + j, is_masked<A>(p) ? Vec<A>{} : ds);
-    }
-  }
-
-  // From the scores to the dot products: times the slope of the softcap, which a masked gradient of 0 survives.
-  static void through_softcap(const A* weights, A* gradients, const A* slopes, int64_t columns) {
-    for (int64_t j = 0; j < columns; j += kWidth<A>) {
-      const Vec<A> ds = load<A>(gradients + j) * load<A>(slopes + j);
-      store(gradients + j, is_masked<A>(load<A>(weights + j)) ? Vec<A>{} : ds);
+  // P to what dropout leaves of it, and the gradients from the scores to the dot products: times the slope of the
+  // softcap, which a masked gradient of 0 survives.
+  void to_products(const RowTile& t, int64_t tile, const Band& band) {
+    const int64_t keys = scores_.keys_in(tile);
+    for (int64_t r = 0; (p_.softcap > 0 || p_.dropout_p > 0) && r < t.rows; ++r) {
+      const Span span = scores_.span(band, r, keys);
+      for (int64_t j = span.begin; p_.softcap > 0 && j < span.end; j += kWidth<A>) {
+        const Vec<A> ds = load<A>(gradients(r) + j) * load<A>(slope(r) + j);
+        store(gradients(r) + j, is_masked<A>(load<A>(weights(r) + j)) ? Vec<A>{} : ds);
+      }
+      if (p_.dropout_p > 0) {
+        scores_.drop(t, r, tile, span, weights(r), dropout_);
+      }
     }
   }
 
  private:
+  static constexpr int64_t kMatrix = (kAttentionRows + 1) * kAttentionKeys;
+
+  A* slope(int64_t r) const { return slopes_ + r * kAttentionKeys; }
+
+  template <bool kMayMask>
+  ALLFINITE_INLINE void row_gradients(int64_t r, const Span& span, A largest, A inverse, A delta) const {
+    A* weights = this->weights(r);
+    A* gradients = this->gradients(r);
+    for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
+      const Vec<A> p = Scores<A>::template weight<kMayMask>(load<A>(weights + j), largest, inverse);
+      const Vec<A> ds = p * (load<A>(gradients + j) - delta);
+      store(weights + j, p);
+      store(gradients + j, kMayMask ? (is_masked<A>(p) ? Vec<A>{} : ds) : ds);
+    }
+  }
+
+  // Where one key alone has weight, its dP - delta is the gradient of lse exactly, not the rounding of two sums
+  // (nothing at all where lse has no gradient).
+  void only_key(int64_t r, const Span& span, A grad_lse) const {
+    for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
+      const Vec<A> ds = load<A>(gradients(r) + j);
+      const auto only = load<A>(weights(r) + j) == A(1) && ds == ds;
+      store(gradients(r) + j, only ? splat(grad_lse) : ds);
+    }
+  }
+
   Scores<A> scores_;
   const AttentionProblem& p_;
-  const A* stats_;
-  A* buffer_;
+  const A *stats_, *delta_;
+  A *weights_, *gradients_, *slopes_, *dropout_, *rest_;
 };
 
 // The scale as a fraction in [0.5, 1) and a power of two, so that it enters a gradient with one rounding.

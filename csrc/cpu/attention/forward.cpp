@@ -1,9 +1,11 @@
 // Attention forward: O = dropout(softmax(scores)) V and lse, one tile of query rows at a time, online over tiles of
 // keys (Milakov and Gimelshein 2018), so the scores never exist as a whole.
 //
-// Work: 2 Sq Sk (D + Dv) fused multiply-adds; memory: the packed tensors (4 bytes an element, read from cache tile by
-// tile) and the output. Floor: the multiply-add rate. Scores, weights, sums: fp32 (fp64 for fp64), whatever the dtype;
-// the maximum is subtracted before the multiplication by 4 / ln 2; the output is rounded once.
+// Work: Sq Sk (D + Dv) fused multiply-adds, half of that if causal; memory: the packed tensors (4 bytes an element,
+// read from cache tile by tile), the output, and the output once more in fp32 for the backward. Floor: the multiply-add
+// rate. What is left beside it: exp and maximum, about 20 operations a score (a sixth of the time at D = 64), and
+// packing, which is 1 / Sk of the work. Scores, weights, sums: fp32 (fp64 for fp64), whatever the dtype; the maximum is
+// subtracted before the multiplication by 4 / ln 2; the output is rounded once.
 //
 // A tile of keys that is wholly masked for a row leaves that row as it was, bit for bit, so neither the row's
 // neighbours nor the tile of rows it falls in matter (F5). Masked rows of V never count (F2: packed as zeros where they
@@ -29,44 +31,68 @@ class Forward {
     const int64_t tiles = round_up(p_.queries, kAttentionRows) / kAttentionRows;
     RowTile t{index / tiles / p_.heads, index / tiles % p_.heads, index % tiles * kAttentionRows, 0};
     t.rows = smaller(kAttentionRows, p_.queries - t.row);
-    for (int64_t i = 0; i < round_up(t.rows, kAttentionRowAlign) * columns_; ++i) {
-      sums_[i] = 0;
-    }
-    for (int64_t r = 0; r < kAttentionRows; ++r) {
-      largest_[r] = -std::numeric_limits<A>::infinity();
-      total_[r] = 0;
-      keep_[r] = 1;
-    }
+    fill(sums_, 0, round_up(t.rows, kAttentionRowAlign) * columns_, A(0));
+    fill(largest_, 0, kAttentionRows, -std::numeric_limits<A>::infinity());
+    fill(total_, 0, kAttentionRows, A(0));
+    fill(count_, 0, kAttentionRows, A(0));
     const KeyRange range = scores_.tiles(t);
     for (int64_t tile = range.begin; tile < range.end; ++tile) {
-      scores_(t, tile, weights_, nullptr, kAttentionKeys, buffer_);
-      for (int64_t r = 0; r < t.rows; ++r) {
-        weigh(t, tile, r);
-      }
-      add_values(t, tile);
+      const Band band = scores_.band(t, tile);
+      scores_.dot(p_.query, p_.key, t, tile, band, weights_, kAttentionKeys);
+      weigh(t, tile, band);
+      add_values(t, tile, band);
     }
-    for (int64_t r = 0; r < t.rows; ++r) {
-      finish(t, r);
-    }
+    finish(t);
   }
 
  private:
-  void weigh(const RowTile& t, int64_t tile, int64_t r) {
-    A* row = weights_ + r * kAttentionKeys;
-    const int64_t columns = scores_.columns_in(tile);
-    const A found = Scores<A>::row_max(row, columns);
-    const A largest = found > largest_[r] ? found : largest_[r];
-    // What the sums so far are worth beside the new maximum. Unchanged: exactly 1, also where both are -inf.
-    keep_[r] = largest == largest_[r] ? A(1) : exp(splat((largest_[r] - largest) * A(4)))[0];
-    total_[r] = total_[r] * keep_[r] + Scores<A>::weigh(row, columns, largest, A(1));
-    largest_[r] = largest;
-    if (p_.dropout_p > 0) {
-      scores_.drop(t, r, tile, row, buffer_);
+  void weigh(const RowTile& t, int64_t tile, const Band& band) {
+    const int64_t keys = scores_.keys_in(tile);
+    A found[kAttentionRows];
+    fill(found, t.rows, kAttentionRows, -std::numeric_limits<A>::infinity());
+    for (int64_t r = 0; r < t.rows; ++r) {
+      A* row = weights_ + r * kAttentionKeys;
+      found[r] = scores_.row_scores(t, tile, r, scores_.span(band, r, keys), row, nullptr, buffer_);
+    }
+    raise_largest(found);
+    for (int64_t r = 0; r < t.rows; ++r) {
+      A* row = weights_ + r * kAttentionKeys;
+      const Span span = scores_.span(band, r, keys);
+      A count = 0;
+      const A sum = scores_.may_mask(span) ? to_weights<true>(row, span, largest_[r], count)
+                                           : to_weights<false>(row, span, largest_[r], count);
+      total_[r] = total_[r] * keep_[r] + sum;
+      count_[r] += count;
+      if (p_.dropout_p > 0) {
+        scores_.drop(t, r, tile, span, row, buffer_);
+      }
     }
   }
 
-  void add_values(const RowTile& t, int64_t tile) {
-    const int64_t first = scores_.key_slice(t) * p_.value.padded_rows + tile * kAttentionKeys;
+  // keep: what the sums so far are worth beside the new maximum. Unchanged: exactly 1, also where both are -inf.
+  void raise_largest(const A* found) {
+    for (int64_t r = 0; r < kAttentionRows; r += kWidth<A>) {
+      const Vec<A> old = load<A>(largest_ + r), now = max(load<A>(found + r), old);
+      store(keep_ + r, now == old ? splat(A(1)) : exp_of_quarters(old - now));
+      store(largest_ + r, now);
+    }
+  }
+
+  template <bool kMayMask>
+  static ALLFINITE_INLINE A to_weights(A* row, const Span& span, A largest, A& count) {
+    Vec<A> sum = {}, some = {};
+    for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
+      const Vec<A> weight = Scores<A>::template weight<kMayMask>(load<A>(row + j), largest, A(1));
+      sum += weight;
+      some += weight == A(0) ? Vec<A>{} : splat(A(1));
+      store(row + j, weight);
+    }
+    count = row_total<A>(some);
+    return row_total<A>(sum);
+  }
+
+  void add_values(const RowTile& t, int64_t tile, const Band& band) {
+    const int64_t first = scores_.packed_key(p_.value, t) * p_.value.padded_rows + tile * kAttentionKeys;
     Product<A> product{};
     product.a = weights_;
     product.a_row = kAttentionKeys;
@@ -78,41 +104,52 @@ class Forward {
     product.rows = t.rows;
     product.depth = scores_.keys_in(tile);
     product.columns = round_up(p_.value_depth, kWidth<A>);
+    product.a_band = band;
     multiply<Into::kKeepAndAdd>(product, keep_);
-    add_non_finite(p_.value.non_finite + first, product.depth, weights_, weights_, kAttentionKeys, 1, t.rows, sums_,
-                   columns_, p_.value_depth, [&](int64_t k) { return original(t, tile * kAttentionKeys + k); });
+    if (scores_.has(p_.value, scores_.key_slice(t), kAttentionNonFinite)) {
+      add_non_finite(p_.value.non_finite + first, product, weights_, p_.value_depth,
+                     [&](int64_t k) { return original(t, tile * kAttentionKeys + k); });
+    }
   }
 
   // A row of V as it was given, in the units of the packed rows.
   const A* original(const RowTile& t, int64_t key) {
-    const A factor = power_of_two<A>(-p_.value.exponents[scores_.key_slice(t)]);
+    const A factor = power_of_two<A>(-p_.value.exponents[scores_.packed_key(p_.value, t)]);
     read_row(args_.value, t.batch, t.head / (p_.heads / p_.kv_heads), key, p_.value_depth, factor, value_row_);
     return value_row_;
   }
 
-  void finish(const RowTile& t, int64_t r) {
-    const int64_t row = scores_.query_slice(t) * p_.queries + t.row + r;
-    const bool empty = total_[r] == 0;
-    const A inverse = empty ? A(0) : 1 / total_[r];
-    const int64_t slice = scores_.key_slice(t);
-    A* sums = sums_ + r * columns_;
-    for (int64_t i = 0; i < p_.value_depth; ++i) {
-      sums[i] *= inverse;
-    }
-    if (p_.value.exponents[slice] > 0 && p_.dropout_p == 0) {
-      clamp(sums, static_cast<const A*>(p_.value.largest)[slice]);
-    }
+  void finish(const RowTile& t) {
+    const int64_t first = scores_.query_slice(t) * p_.queries + t.row, slice = scores_.packed_key(p_.value, t);
+    const int64_t stats_row = kAttentionStats + p_.value_depth;
+    const int exponent = p_.value.exponents[slice];
+    const bool at_limit = exponent > 0 && p_.dropout_p == 0;
     visit_stored<A>(p_.dtype, [&](auto type) {
       using T = typename decltype(type)::type;
-      T* output = static_cast<T*>(args_.output) + row * p_.value_depth;
-      write_row(output, sums, p_.value_depth, A(1), p_.value.exponents[slice]);
+      for (int64_t r = 0; r < t.rows; ++r) {
+        A* sums = sums_ + r * columns_;
+        A* stats = static_cast<A*>(args_.stats) + (first + r) * stats_row;
+        stats[0] = largest_[r];
+        stats[1] = total_[r] == 0 ? A(0) : 1 / total_[r];
+        for (int64_t i = 0; i < columns_; i += kWidth<A>) {
+          store(sums + i, load<A>(sums + i) * stats[1]);
+        }
+        stats[1] = count_[r] == 1 ? -stats[1] : stats[1];
+        if (at_limit) {
+          clamp(sums, static_cast<const A*>(p_.value.largest)[slice]);
+        }
+        write_row(stats + kAttentionStats, sums, p_.value_depth, A(1), 0);
+        write_row(static_cast<T*>(args_.output) + (first + r) * p_.value_depth, sums, p_.value_depth, A(1), exponent);
+        static_cast<A*>(args_.lse)[first + r] = log_sum(r);
+      }
     });
-    const double log_sum =
-        static_cast<double>(largest_[r]) * 4 + (empty ? 0.0 : __builtin_log(static_cast<double>(total_[r])));
-    static_cast<A*>(args_.lse)[row] = static_cast<A>(log_sum);
-    A* stats = static_cast<A*>(args_.stats) + row * kAttentionStats;
-    stats[0] = largest_[r];
-    stats[1] = inverse;
+  }
+
+  A log_sum(int64_t r) const {
+    const double sum = total_[r] == 0             ? 0.0
+                       : std::is_same_v<A, float> ? static_cast<double>(__builtin_logf(static_cast<float>(total_[r])))
+                                                  : __builtin_log(static_cast<double>(total_[r]));
+    return static_cast<A>(static_cast<double>(largest_[r]) * 4 + sum);
   }
 
   // The output is a mean of V: a rounding must not carry it past the largest V, and so to infinity.
@@ -130,7 +167,7 @@ class Forward {
   Scores<A> scores_;
   int64_t columns_;
   A *weights_, *sums_, *buffer_, *value_row_;
-  A largest_[kAttentionRows], total_[kAttentionRows], keep_[kAttentionRows];
+  A largest_[kAttentionRows], total_[kAttentionRows], count_[kAttentionRows], keep_[kAttentionRows];
 };
 
 }  // namespace

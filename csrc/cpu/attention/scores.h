@@ -4,26 +4,18 @@
 // Scores are kept divided by 4: s / 4 + bias / 4 is finite for every finite bias, so a bias at the end of fp32's range
 // neither masks nor becomes NaN (F1). Order: scale, softcap, bias, mask. A masked score is -inf, by selection; a score
 // whose dot product is not finite becomes NaN, so that -inf always means masked and an overflow always shows (F2).
+//
+// Work beside the products: about 20 operations a score, against 2 D multiply-adds forward and 5 D with the backward.
+// Where a window cuts the tile, only whole vectors and register blocks that a row sees are computed.
 #pragma once
 #include "cpu/attention/attention.h"
 #include "cpu/attention/dropout.h"
 #include "cpu/attention/gemm.h"
+#include "cpu/attention/mask.h"
 #include "cpu/attention/row.h"
-#include "cpu/math.h"
-#include "cpu/visit.h"
 
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
-
-constexpr int64_t round_up(int64_t n, int64_t to) {
-  return (n + to - 1) / to * to;
-}
-constexpr int64_t smaller(int64_t a, int64_t b) {
-  return a < b ? a : b;
-}
-constexpr int64_t larger(int64_t a, int64_t b) {
-  return a < b ? b : a;
-}
 
 // Rows [row, row + rows) of one (batch, head).
 struct RowTile {
@@ -33,14 +25,27 @@ struct KeyRange {
   int64_t begin, end;
 };
 
+// What is computed of one row of a tile: the whole vectors [begin, end), of which [first, last) takes part, mask aside.
+// It covers what a register block can read, in rows or transposed, so that each row fills its part of a block.
+struct Span {
+  int64_t begin, end, first, last;
+  bool cut() const { return first > begin || last < end; }
+};
+
 template <class A>
 class Scores {
  public:
-  explicit Scores(const AttentionProblem& problem) : p_(problem) {}
+  explicit Scores(const AttentionProblem& problem) : p_(problem), usual_(problem.scale * 0.25, 0) {}
 
   const AttentionProblem& problem() const { return p_; }
   int64_t query_slice(const RowTile& t) const { return t.batch * p_.heads + t.head; }
   int64_t key_slice(const RowTile& t) const { return t.batch * p_.kv_heads + t.head / (p_.heads / p_.kv_heads); }
+  // Where row `row` of the tile, or the key slice, is in a packed tensor.
+  int64_t packed_row(const AttentionPacked& packed, const RowTile& t) const {
+    return (query_slice(t) - packed.first) * packed.padded_rows + t.row;
+  }
+  int64_t packed_key(const AttentionPacked& packed, const RowTile& t) const { return key_slice(t) - packed.first; }
+
   // Keys that row i may see, mask aside.
   KeyRange visible(int64_t i) const {
     const int64_t begin = i > p_.left ? i - p_.left : 0;
@@ -54,106 +59,133 @@ class Scores {
             larger(first.begin, last.end) / kAttentionKeys + (larger(first.begin, last.end) % kAttentionKeys != 0)};
   }
   int64_t keys_in(int64_t tile) const { return smaller(p_.keys - tile * kAttentionKeys, kAttentionKeys); }
-  int64_t columns_in(int64_t tile) const { return round_up(keys_in(tile), kWidth<A>); }
 
-  // rows of `left` (packed row-major, length `depth`) times the tile of `right` (packed transposed): out[row][key].
-  void dot(const AttentionPacked& left, const AttentionPacked& right, const RowTile& t, int64_t tile, A* out,
-           int64_t out_row) const {
+  // Key j of the tile takes part in row r of the tile, mask aside, where (r, j) is in this band.
+  Band band(const RowTile& t, int64_t tile) const {
+    const int64_t offset = t.row - tile * kAttentionKeys;
+    return {offset - p_.left, offset + p_.right + 1};
+  }
+  Span span(const Band& band, int64_t r, int64_t keys) const {
+    constexpr int64_t w = kWidth<A>, reach = kTallRows - 1;
+    const int64_t block = r / kTallRows * kTallRows;
+    const int64_t end = round_up(smaller(larger(block + band.high + 2 * reach, 0), keys), w);
+    const int64_t begin = smaller(larger(block + band.low - reach, 0), end) / w * w;
+    return {begin, end, smaller(larger(r + band.low, begin), end), smaller(larger(r + band.high, begin), keys)};
+  }
+
+  // rows of `left` (packed row-major, length `depth`) times the tile of `right` (packed transposed): out[row][key],
+  // where it is in the band.
+  void dot(const AttentionPacked& left, const AttentionPacked& right, const RowTile& t, int64_t tile, const Band& band,
+           A* out, int64_t out_row) const {
     const int64_t tiles = round_up(right.rows, kAttentionKeys) / kAttentionKeys;
-    const int64_t first = query_slice(t) * left.padded_rows + t.row;
+    const int64_t first = packed_row(left, t);
     Product<A> product{};
     product.a = static_cast<const A*>(left.row_major) + first * left.padded_columns;
     product.a_row = left.padded_columns;
     product.a_k = 1;
-    product.b =
-        static_cast<const A*>(right.transposed) + (key_slice(t) * tiles + tile) * right.columns * right.tile_width;
+    product.b = static_cast<const A*>(right.transposed) +
+                (packed_key(right, t) * tiles + tile) * right.columns * right.tile_width;
     product.b_row = right.tile_width;
     product.c = out;
     product.c_row = out_row;
     product.rows = t.rows;
     product.depth = right.columns;
-    product.columns = columns_in(tile);
+    product.columns = round_up(keys_in(tile), kWidth<A>);
+    product.c_band = band;
     multiply<Into::kOverwrite>(product);
-    for (int64_t r = 0; r < t.rows; ++r) {  // such a row was packed as zeros; with NaN or infinity in it, all is NaN
+    // Such a row was packed as zeros; with NaN or infinity in it, all is NaN.
+    for (int64_t r = 0; has(left, query_slice(t), kAttentionNonFinite) && r < t.rows; ++r) {
       if (left.non_finite[first + r]) {
         fill(out + r * out_row, 0, product.columns, std::numeric_limits<A>::quiet_NaN());
       }
     }
   }
 
-  // scores[row][key] / 4; slope (where softcap is on): its derivative by the scaled dot product. buffer:
-  // kAttentionKeys.
-  void operator()(const RowTile& t, int64_t tile, A* scores, A* slope, int64_t out_row, A* buffer) const {
-    dot(p_.query, p_.key, t, tile, scores, out_row);
-    const int64_t first = tile * kAttentionKeys, columns = columns_in(tile);
-    const int key_exponent = p_.key.exponents[key_slice(t)];
-    const int32_t* exponents = p_.query.exponents + query_slice(t) * p_.query.padded_rows + t.row;
-    const Factor<A> usual(p_.scale * 0.25, key_exponent);
-    for (int64_t r = 0; r < t.rows; ++r) {
-      A* row = scores + r * out_row;
-      const Factor<A> factor = exponents[r] == 0 ? usual : Factor<A>(p_.scale * 0.25, key_exponent + exponents[r]);
-      for (int64_t j = 0; j < columns; j += kWidth<A>) {
-        const Vec<A> s = load<A>(row + j) * factor.first * factor.second;
-        store(row + j, s + (s - s));
-      }
-      if (p_.softcap > 0) {
-        cap(row, slope ? slope + r * out_row : nullptr, columns);
-      }
-      if (p_.mask) {
-        add_mask(t, r, first, keys_in(tile), row, buffer);
-      }
-      const KeyRange keys = visible(t.row + r);
-      fill(row, 0, smaller(larger(keys.begin - first, 0), columns), kMasked);
-      fill(row, smaller(larger(keys.end - first, 0), columns), columns, kMasked);
-    }
+  static bool has(const AttentionPacked& packed, int64_t slice, uint8_t what) {
+    return packed.state[slice - packed.first] & what;
   }
 
-  // Scores to exp(score - largest) * factor in place; returns their sum. A masked weight becomes -0.
-  static A weigh(A* row, int64_t columns, A largest, A factor) {
-    Vec<A> sum = {};
-    for (int64_t j = 0; j < columns; j += kWidth<A>) {
-      const Vec<A> s = load<A>(row + j);
-      const Vec<A> e = exp((s - largest) * A(4)) * factor;
-      const Vec<A> weight = s == kMasked ? splat(A(-0.0)) : e;
-      sum += weight;
-      store(row + j, weight);
+  // Dot products of row r to scores / 4, in place; returns the largest. slope (where softcap is on): the score's
+  // derivative by the scaled dot product. buffer: kAttentionKeys.
+  ALLFINITE_INLINE A row_scores(const RowTile& t, int64_t tile, int64_t r, const Span& span, A* row, A* slope,
+                                A* buffer) const {
+    A largest = bounded(t) ? scale_bounded(row, span) : scale_any(t, r, row, span);
+    if (p_.softcap > 0) {
+      cap(row, slope, span);
     }
-    return sum_lanes<A>(sum);
+    if (p_.mask) {
+      add_mask(p_, t.batch, t.head, t.row + r, tile * kAttentionKeys, keys_in(tile), span.begin, span.end, row, buffer);
+    }
+    if (span.cut()) {
+      fill(row, span.begin, span.first, kMasked);
+      fill(row, span.last, span.end, kMasked);
+    }
+    if (p_.softcap > 0 || p_.mask || span.cut()) {
+      largest = row_max(row, span);
+    }
+    return largest;
   }
+  bool may_mask(const Span& span) const { return p_.mask || span.cut(); }
 
-  static A row_max(const A* row, int64_t columns) {
-    Vec<A> largest = splat(kMasked);
-    for (int64_t j = 0; j < columns; j += kWidth<A>) {
-      largest = max(load<A>(row + j), largest);
-    }
-    return max_lanes<A>(largest);
+  // exp(score - largest) * factor of one vector of scores / 4. A masked weight is -0.
+  template <bool kMayMask>
+  static ALLFINITE_INLINE Vec<A> weight(Vec<A> score, A largest, A factor) {
+    const Vec<A> e = exp_of_quarters(score - largest) * factor;
+    return kMayMask ? (score == kMasked ? splat(A(-0.0)) : e) : e;
   }
 
   // row *= what dropout leaves of each weight.
-  void drop(const RowTile& t, int64_t r, int64_t tile, A* row, A* buffer) const {
-    const int64_t columns = columns_in(tile);
-    dropout_factors(p_.seed, p_.dropout_p, t.batch, t.head, t.row + r, tile * kAttentionKeys, columns, buffer);
-    for (int64_t j = 0; j < columns; j += kWidth<A>) {
-      store(row + j, load<A>(row + j) * load<A>(buffer + j));
+  void drop(const RowTile& t, int64_t r, int64_t tile, const Span& span, A* row, A* buffer) const {
+    dropout_factors(p_.seed, p_.dropout_p, t.batch, t.head, t.row + r, tile * kAttentionKeys + span.begin,
+                    span.end - span.begin, buffer);
+    for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
+      store(row + j, load<A>(row + j) * load<A>(buffer + j - span.begin));
     }
   }
 
- private:
   static constexpr A kMasked = -std::numeric_limits<A>::infinity();
 
-  static void fill(A* row, int64_t begin, int64_t end, A value) {
-    for (int64_t j = begin; j < end; ++j) {
-      row[j] = value;
+ private:
+  // No score of a finite row can leave A's range: packed values are below 2^40 (fp64: 2^200), their products below
+  // 2^80 and a sum of them below 2^100.
+  bool bounded(const RowTile& t) const {
+    const bool small = p_.scale < 0x1p20 && p_.scale > -0x1p20 && p_.depth < (1 << 20);
+    return small && usual_.second == 1 && !has(p_.query, query_slice(t), kAttentionScaled) &&
+           !has(p_.key, key_slice(t), kAttentionScaled | kAttentionNonFinite);
+  }
+  ALLFINITE_INLINE A scale_bounded(A* row, const Span& span) const {
+    Vec<A> largest = splat(kMasked);
+    for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
+      const Vec<A> s = load<A>(row + j) * usual_.first;
+      largest = max(s, largest);
+      store(row + j, s);
     }
+    return row_largest<A>(largest);
+  }
+  A scale_any(const RowTile& t, int64_t r, A* row, const Span& span) const {
+    const int exponent = p_.key.exponents[packed_key(p_.key, t)] + p_.query.exponents[packed_row(p_.query, t) + r];
+    const Factor<A> factor = exponent == 0 ? usual_ : Factor<A>(p_.scale * 0.25, exponent);
+    for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
+      const Vec<A> s = load<A>(row + j) * factor.first * factor.second;
+      store(row + j, s + (s - s));
+    }
+    return row_max(row, span);
+  }
+  static A row_max(const A* row, const Span& span) {
+    Vec<A> largest = splat(kMasked);
+    for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
+      largest = max(load<A>(row + j), largest);
+    }
+    return row_largest<A>(largest);
   }
 
-  void cap(A* row, A* slope, int64_t columns) const {
+  void cap(A* row, A* slope, const Span& span) const {
     // Within A's range, whatever was asked for: at these ends the cap is a step, or none.
     constexpr double kSmallest = std::is_same_v<A, float> ? 0x1p-126 : 0x1p-1022;
     constexpr double kLargest = std::is_same_v<A, float> ? 0x1p125 : 0x1p1020;
     const double quarter = p_.softcap * 0.25;
     const A cap = static_cast<A>(quarter < kSmallest ? kSmallest : quarter > kLargest ? kLargest : quarter);
-    for (int64_t j = 0; j < columns; j += kWidth<A>) {
+    for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
       const Vec<A> u = tanh(load<A>(row + j) / cap);
       store(row + j, u * cap);
       if (slope) {
@@ -162,49 +194,26 @@ class Scores {
     }
   }
 
-  void add_mask(const RowTile& t, int64_t r, int64_t first, int64_t n, A* row, A* bias) const {
-    const int64_t stride = p_.mask_stride[3];
-    const int64_t offset =
-        t.batch * p_.mask_stride[0] + t.head * p_.mask_stride[1] + (t.row + r) * p_.mask_stride[2] + first * stride;
-    if (p_.mask_is_bool) {
-      const uint8_t* mask = static_cast<const uint8_t*>(p_.mask) + offset;
-      for (int64_t j = 0; j < n; ++j) {
-        row[j] = mask[j * stride] ? row[j] : kMasked;
-      }
-      return;
-    }
-    visit_dtype(p_.mask_dtype, [&](auto m) {
-      using M = typename decltype(m)::type;
-      const M* mask = static_cast<const M*>(p_.mask) + offset;
-      for (int64_t j = 0; j < n; ++j) {
-        bias[j] = widen<A>(mask[j * stride]);
-      }
-    });
-    for (int64_t j = 0; j < n; ++j) {
-      row[j] = bias[j] == kMasked ? kMasked : row[j] + A(0.25) * bias[j];
-    }
-  }
-
   const AttentionProblem& p_;
+  Factor<A> usual_;  // scale / 4
 };
 
 // A packed row of zeros stands for one that holds NaN or infinity. Adds what it gives, as it is, to the rows whose
-// weight takes part: c[r] += weight * row, for each weight that is not masked.
-//   weights: element (r, k) at weights[r * row_step + k * k_step]; marks: the same layout, masked where -0.
+// weight takes part: c[r] += weight * row, for each weight that is in the band and not masked.
+// The weights are the product's A; marks has their layout and is -0 where a weight is masked.
 template <class A, class Load>
-void add_non_finite(const uint8_t* non_finite, int64_t depth, const A* weights, const A* marks, int64_t row_step,
-                    int64_t k_step, int64_t rows, A* c, int64_t c_row, int64_t columns, Load load_row) {
-  for (int64_t k = 0; k < depth; ++k) {
+void add_non_finite(const uint8_t* non_finite, const Product<A>& product, const A* marks, int64_t columns,
+                    Load load_row) {
+  for (int64_t k = 0; k < product.depth; ++k) {
     if (!non_finite[k]) {
       continue;
     }
     const A* original = load_row(k);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = r * row_step + k * k_step;
-      if (!is_masked(marks[at])) {
-        for (int64_t i = 0; i < columns; ++i) {
-          c[r * c_row + i] += weights[at] * original[i];
-        }
+    for (int64_t r = 0; r < product.rows; ++r) {
+      const int64_t at = r * product.a_row + k * product.a_k;
+      const bool inside = r + product.a_band.low <= k && k < r + product.a_band.high;
+      for (int64_t i = 0; inside && !is_masked(marks[at]) && i < columns; ++i) {
+        product.c[r * product.c_row + i] += product.a[at] * original[i];
       }
     }
   }

@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_meta(const Tensor& query, const Tenso
   shape.back() = value.sym_size(-1);
   const auto options = query.options();
   const Tensor output = at::empty_symint(shape, options);
-  shape.back() = 2;
+  shape.back() = value.sym_size(-1) + 2;  // and the output before it was rounded
   const Tensor stats = at::empty_symint(shape, options.dtype(compute_dtype(query, mask)));
   shape.pop_back();
   return {output, at::empty_symint(shape, options.dtype(lse_dtype(query))), stats};
