@@ -71,6 +71,14 @@ inline at::Tensor norm(const std::vector<at::Tensor>& grads) {
   return at::linalg_vector_norm(at::stack(norms), 2);
 }
 
+inline void clip_grads_with_norm_(const std::vector<at::Tensor>& grads, double max_norm, const at::Tensor& total_norm) {
+  at::Tensor factor = (max_norm / (total_norm + 1e-6)).clamp_max(1.0);
+  factor = at::where(at::isfinite(total_norm), factor, at::ones_like(factor));
+  for (const auto& values : distinct_memory(grads)) {
+    values.mul_(factor);
+  }
+}
+
 inline void update_scale_(at::Tensor scale, at::Tensor growth_tracker, const at::Tensor& found_inf,
                           const ScalePolicy& policy) {
   const at::Tensor floor = scale.clamp_max(policy.min_scale()), cap = scale.clamp_min(policy.max_scale());
@@ -91,7 +99,13 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& grads, const at::T
 
 // L2 norm of all together, float64. One or more tensors of one device.
 inline at::Tensor norm_of(const std::vector<at::Tensor>& grads) {
-  return grads.front().is_cpu() ? grad_stats(grads).norm : fallback::norm(grads);
+  return grads.front().is_cpu() ? get_total_norm(grads) : fallback::norm(grads);
+}
+
+// In place: grads *= min(1, max_norm / (total_norm + 1e-6)); nothing where total_norm is not finite. All on one device.
+inline void clip_grads_with_norm_(const std::vector<at::Tensor>& grads, double max_norm, const at::Tensor& total_norm) {
+  total_norm.is_cpu() ? allfinite::clip_grads_with_norm_(grads, max_norm, total_norm)
+                      : fallback::clip_grads_with_norm_(grads, max_norm, total_norm);
 }
 
 }  // namespace allfinite::amp

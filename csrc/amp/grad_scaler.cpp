@@ -189,11 +189,8 @@ Tensor GradScaler::clip_grad_norm_(Optimizer& optimizer, double max_norm) {
     const Tensor part = norm_of(entry.values);
     norm = norm.defined() ? at::hypot(norm, part.to(norm.device())) : part;
   }
-  // torch's formula, and a factor of 1 where the norm says nothing.
-  Tensor factor = (max_norm / (norm + 1e-6)).clamp_max(1.0);
-  factor = at::where(at::isfinite(norm), factor, at::ones_like(factor));
   for (const auto& entry : devices) {
-    multiply_(entry, factor);
+    clip_grads_with_norm_(entry.values, max_norm, norm.to(entry.device));
   }
   store_coalesced(gradients);
   return norm;

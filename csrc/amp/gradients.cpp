@@ -36,10 +36,6 @@ Gradient make_gradient(const Tensor& parameter, int64_t group, int64_t index) {
   return result;
 }
 
-bool is_double(const Tensor& values) {
-  return values.scalar_type() == at::kDouble || values.scalar_type() == at::kComplexDouble;
-}
-
 }  // namespace
 
 std::vector<Gradient> gradients_of(const char* method, const torch::optim::Optimizer& optimizer) {
@@ -93,21 +89,6 @@ double largest_finite(const Tensor& values) {
   const Tensor magnitude = components(values).abs();
   const Tensor finite = at::where(at::isfinite(magnitude), magnitude, at::zeros_like(magnitude));
   return finite.numel() == 0 ? 0 : finite.max().to(at::kDouble).item<double>();
-}
-
-void multiply_(const DeviceGradients& gradients, const Tensor& factor) {
-  const Tensor on_device = factor.to(gradients.device);
-  std::vector<Tensor> single, twice;
-  for (const auto& values : gradients.values) {
-    (is_double(values) ? twice : single).push_back(values);
-  }
-  for (const auto& values : distinct_memory(twice)) {
-    values.mul_(on_device);  // a float32 factor would flush to 0 for norms beyond 1e45
-  }
-  if (!single.empty()) {
-    const Tensor factor32 = on_device.to(at::kFloat);
-    unscale_and_check_(single, at::zeros_like(factor32), factor32);
-  }
 }
 
 }  // namespace allfinite::amp

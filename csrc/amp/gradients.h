@@ -40,7 +40,4 @@ double largest_finite(const at::Tensor& values);
 // "parameter group 0, index 3 (encoder.weight)"
 std::string place_of(int64_t group, int64_t index, const std::string& name);
 
-// Multiplies all gradients by `factor` (a float64 scalar tensor), shared memory once.
-void multiply_(const DeviceGradients& gradients, const at::Tensor& factor);
-
 }  // namespace allfinite::amp

@@ -42,19 +42,6 @@ ALLFINITE_INLINE Vec<IndexOf<A>> lane_numbers() {
   return numbers;
 }
 
-// The maximum of lanes of which none is NaN.
-template <class A>
-ALLFINITE_INLINE A largest_lane(Vec<A> v) {
-  A lanes[kWidth<A>];
-  std::memcpy(lanes, &v, sizeof v);
-  for (int step = kWidth<A> / 2; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) {
-      lanes[i] = lanes[i] > lanes[i + step] ? lanes[i] : lanes[i + step];
-    }
-  }
-  return lanes[0];
-}
-
 // Maximum of all elements and sum of exp(x - shift) over all but one, from any number of ranges.
 template <bool kExact, class A, class T>
 class ExpSum {
@@ -95,7 +82,7 @@ class ExpSum {
     sum_.add(lane >= first && lane != skipped ? e : Vec<A>{});
   }
 
-  A largest() const { return largest_lane<A>(largest_); }
+  A largest() const { return max_lanes<A>(largest_); }
   double sum() const { return sum_.total(); }
 
  private:
@@ -147,7 +134,7 @@ A largest_of(const T* x, int64_t n) {
   for (; i + w <= n; i += w) {
     largest = max(load<A>(x + i), largest);
   }
-  A result = largest_lane<A>(largest);
+  A result = max_lanes<A>(largest);
   for (; i < n; ++i) {
     const A v = widen<A>(x[i]);
     result = v > result ? v : result;

@@ -30,12 +30,6 @@ ALLFINITE_INLINE Vec<double> exp_difference(Vec<double> x, double shift) {
   return exp(x - shift);
 }
 
-// `count` elements at p as A; the lanes behind them are 0.
-template <class A, class T>
-ALLFINITE_INLINE Vec<A> load_some(const T* p, int64_t count) {
-  return count == kWidth<A> ? load<A>(p) : load_partial<A>(p, count);
-}
-
 // The mass q of each class, with which a row's loss is the sum of q * -log p; A vector at a time.
 // Index targets: what label smoothing spreads over all classes.
 template <class A, class W>

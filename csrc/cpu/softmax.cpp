@@ -32,7 +32,7 @@ ALLFINITE_INLINE double weigh(const Row& row, Top top, int64_t n, A* weights) {
     const auto step = [&](int u, int64_t i, int64_t count) {
       const Vec<A> e = row.weight(i, count, top);
       sum[u] += e;
-      store_count(weights + i, e, count);
+      store_some(weights + i, e, count);
     };
     int64_t i = start;
     for (; i + kLanes * w <= stop; i += kLanes * w) {
@@ -53,9 +53,9 @@ template <bool kKeep, class T, class A>
 ALLFINITE_INLINE void divide(A* weights, A inverse, T* y, int64_t n) {
   constexpr int w = kWidth<A>;
   const auto one = [&](int64_t i, int64_t count) {
-    const Vec<A> v = load_count<A>(weights + i, count) * inverse;
+    const Vec<A> v = load_some<A>(weights + i, count) * inverse;
     if constexpr (kKeep) {
-      store_count(weights + i, v, count);
+      store_some(weights + i, v, count);
     }
     return v;
   };
@@ -65,7 +65,7 @@ ALLFINITE_INLINE void divide(A* weights, A inverse, T* y, int64_t n) {
   }
   for (; i < n; i += w) {
     const int64_t count = n - i < w ? n - i : w;
-    store_count(y + i, one(i, count), count);
+    store_some(y + i, one(i, count), count);
   }
 }
 

@@ -56,13 +56,6 @@ ALLFINITE_INLINE int binary_exponent(A v) {
   const int exponent = static_cast<int>(magnitude_bits(v) >> kDigits) - (kLimit + 1);
   return exponent > kLimit ? kLimit : exponent < -kLimit ? -kLimit : exponent;
 }
-template <class A>
-ALLFINITE_INLINE A power_of_two(int exponent) {
-  constexpr int kBias = std::numeric_limits<A>::max_exponent - 1, kDigits = std::numeric_limits<A>::digits - 1;
-  using Bits = decltype(magnitude_bits(A{}));
-  return __builtin_bit_cast(A, static_cast<Bits>(exponent + kBias) << kDigits);
-}
-
 // The sum over a row of dy * power * weights.
 template <class T, class A>
 ALLFINITE_INLINE double dot(const T* dy, A power, const A* weights, int64_t n) {
@@ -73,7 +66,7 @@ ALLFINITE_INLINE double dot(const T* dy, A power, const A* weights, int64_t n) {
     const int64_t stop = start + block < n ? start + block : n;
     Vec<A> sum[kLanes] = {};
     const auto step = [&](int u, int64_t i, int64_t count) {
-      sum[u] = fma(load_count<A>(dy + i, count) * power, load_count<A>(weights + i, count), sum[u]);
+      sum[u] = fma(load_some<A>(dy + i, count) * power, load_some<A>(weights + i, count), sum[u]);
     };
     int64_t i = start;
     for (; i + kLanes * w <= stop; i += kLanes * w) {
@@ -101,7 +94,7 @@ struct Gradient {
   double factor;  // 1 / power
 
   ALLFINITE_INLINE Vec<A> centred(int64_t i, int64_t count) const {
-    return fma(load_count<A>(dy + i, count), splat(power), splat(-mean));
+    return fma(load_some<A>(dy + i, count), splat(power), splat(-mean));
   }
 
   void write(double scale, T* dx) const {
@@ -114,7 +107,7 @@ struct Gradient {
     }
     const A rounded = static_cast<A>(last);
     const auto one = [&](int64_t i, int64_t count) {
-      return centred(i, count) * rounded * load_count<A>(weights + i, count);
+      return centred(i, count) * rounded * load_some<A>(weights + i, count);
     };
     int64_t i = 0;
     for (; i + 2 * w <= n; i += 2 * w) {
@@ -122,7 +115,7 @@ struct Gradient {
     }
     for (; i < n; i += w) {
       const int64_t count = n - i < w ? n - i : w;
-      store_count(dx + i, one(i, count), count);
+      store_some(dx + i, one(i, count), count);
     }
   }
 

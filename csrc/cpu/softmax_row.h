@@ -31,33 +31,6 @@ constexpr float kLowestPower = std::is_same_v<T, BFloat16> ? -135 : -126;
 
 // --- vector helpers ------------------------------------------------------------------------------------------------
 
-// The larger of each pair; where one of the two is NaN, b.
-ALLFINITE_INLINE Vec<float> larger_of(Vec<float> a, Vec<float> b) {
-#if defined(__AVX512F__)
-  return _mm512_max_ps(a, b);
-#elif defined(__AVX2__)
-  return _mm256_max_ps(a, b);
-#else
-  return max(a, b);
-#endif
-}
-ALLFINITE_INLINE Vec<double> larger_of(Vec<double> a, Vec<double> b) {
-  return max(a, b);
-}
-
-template <class A>
-ALLFINITE_INLINE A largest_lane(Vec<A> v) {
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<A, float>) {
-    return _mm512_reduce_max_ps(v);
-  } else {
-    return _mm512_reduce_max_pd(v);
-  }
-#else
-  return max_lanes<A>(v);
-#endif
-}
-
 // v in the first `count` lanes, `other` in the rest.
 template <class A>
 ALLFINITE_INLINE Vec<A> first_or(Vec<A> v, int64_t count, A other) {
@@ -70,19 +43,6 @@ ALLFINITE_INLINE Vec<A> first_or(Vec<A> v, int64_t count, A other) {
     v[i] = other;
   }
   return v;
-}
-
-template <class A, class T>
-ALLFINITE_INLINE Vec<A> load_count(const T* p, int64_t count) {
-  return count == kWidth<A> ? load<A>(p) : load_partial<A>(p, count);
-}
-template <class T, class V>
-ALLFINITE_INLINE void store_count(T* p, V v, int64_t count) {
-  if (count == static_cast<int64_t>(sizeof(V) / sizeof(v[0]))) {
-    store(p, v);
-  } else {
-    store_partial(p, v, count);
-  }
 }
 
 // exp(x + low) * 2^kLift<T> for x <= 0 and a low of less than an ulp of x: 3e-7 off at most, 0 below 2^kLowestPower<T>.
@@ -180,7 +140,7 @@ struct WideScores<float> {
       half[h] = max(other.half[h], half[h]);
     }
   }
-  ALLFINITE_INLINE Number largest() const { return largest_lane<double>(max(half[0], half[1])); }
+  ALLFINITE_INLINE Number largest() const { return max_lanes<double>(max(half[0], half[1])); }
   ALLFINITE_INLINE Vec<float> minus(Number top) const {
     Vec<float> result;
 #if defined(__AVX512F__)
@@ -335,9 +295,9 @@ class RowScores {
   // x of `count` elements; in the other lanes, and where the bias is -inf, what makes a score of -inf.
   ALLFINITE_INLINE Vec<A> visible_x(int64_t i, int64_t count) const {
     const A hidden = -scale_.sign * kInfinity<A>;
-    Vec<A> v = load_count<A>(x_ + i, count);
+    Vec<A> v = load_some<A>(x_ + i, count);
     if (bias_) {
-      v = load_count<A>(bias_ + i, count) == -kInfinity<A> ? splat(hidden) : v;
+      v = load_some<A>(bias_ + i, count) == -kInfinity<A> ? splat(hidden) : v;
     }
     return count == kWidth<A> ? v : first_or<A>(v, count, hidden);
   }
@@ -352,13 +312,13 @@ class RowScores {
     int64_t i = 0;
     for (; i + kLanes * kWidth<A> <= n_; i += kLanes * kWidth<A>) {
       for (int u = 0; u < kLanes; ++u) {
-        lane[u] = larger_of(value(i + u * kWidth<A>, kWidth<A>), lane[u]);
+        lane[u] = max(value(i + u * kWidth<A>, kWidth<A>), lane[u]);
       }
     }
     for (; i < n_; i += kWidth<A>) {
-      lane[0] = larger_of(value(i, width(i)), lane[0]);
+      lane[0] = max(value(i, width(i)), lane[0]);
     }
-    return largest_lane<A>(larger_of(larger_of(lane[0], lane[1]), larger_of(lane[2], lane[3])));
+    return max_lanes<A>(max(max(lane[0], lane[1]), max(lane[2], lane[3])));
   }
 
   // Where no score is larger than -inf: whether a NaN takes part after all.
@@ -372,9 +332,9 @@ class RowScores {
   }
 
   ALLFINITE_INLINE WideScores<A> wide(int64_t i, int64_t count) const {
-    Vec<A> bias = bias_ ? load_count<A>(bias_ + i, count) : Vec<A>{};
+    Vec<A> bias = bias_ ? load_some<A>(bias_ + i, count) : Vec<A>{};
     bias = count == kWidth<A> ? bias : first_or<A>(bias, count, -kInfinity<A>);
-    return WideScores<A>::of(load_count<A>(x_ + i, count), bias, scale_.wide);
+    return WideScores<A>::of(load_some<A>(x_ + i, count), bias, scale_.wide);
   }
 
   const T* x_;

@@ -1,6 +1,5 @@
 // clip_grads_with_norm_: check, autograd, meta, CPU, C++ function; and clip_grad_norm_, which is it after
 // get_total_norm. Autocast: none is registered, every gradient keeps its dtype.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
@@ -54,8 +53,6 @@ void clip_counted(at::TensorList grads, double max_norm, const Tensor& total_nor
 
 // --- CPU -------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kGrainBytes = 128 * 1024;  // to a thread, at least: 32 K fp32 numbers, as torch's own grain size
-
 void clip_cpu(at::TensorList grads, double max_norm, const Tensor& total_norm) {
   check_arguments(grads, max_norm, total_norm);
   const FlatList memory = FlatList::distinct_memory(kOp, grads);
@@ -64,7 +61,7 @@ void clip_cpu(at::TensorList grads, double max_norm, const Tensor& total_norm) {
   if (!std::isfinite(norm) || !(factor < 1)) {
     return;
   }
-  at::parallel_for(0, memory.bytes(), kGrainBytes, [&](int64_t begin, int64_t end) {
+  memory.in_parallel([&](int64_t begin, int64_t end) {
     bool unused = false;
     memory.visit(begin, end, [&](const Run& run) {
       cpu::unscale_and_check({run.data, run.count, run.stride, run.dtype, factor, &unused});

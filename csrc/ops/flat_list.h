@@ -1,6 +1,7 @@
 // A list of CPU tensors as one long stretch of memory, which can be cut into byte ranges of equal length: ten
 // thousand small tensors then cost one parallel region, and no thread waits for the one with the largest tensor.
 #pragma once
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -44,6 +45,28 @@ class FlatList {
       };
       piece.visit(number(begin), number(end), f);
     }
+  }
+
+  // The sums of fixed chunks, in order, whatever the number of threads (F5): add(sums, run) for every run of a chunk.
+  template <class Sums, class Add>
+  std::vector<Sums> sums_of_chunks(Add add) const {
+    constexpr int64_t kChunkBytes = 256 * 1024;
+    std::vector<Sums> result(static_cast<size_t>(at::divup(bytes(), kChunkBytes)));
+    at::parallel_for(0, static_cast<int64_t>(result.size()), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        Sums sums{};
+        visit(chunk * kChunkBytes, (chunk + 1) * kChunkBytes, [&](const Run& run) { add(sums, run); });
+        result[static_cast<size_t>(chunk)] = sums;
+      }
+    });
+    return result;
+  }
+
+  // f(begin, end) for ranges of bytes of all memory, in parallel.
+  template <class F>
+  void in_parallel(F f) const {
+    constexpr int64_t kGrainBytes = 128 * 1024;  // to a thread, at least: 32 K fp32 numbers, as torch's own grain size
+    at::parallel_for(0, bytes(), kGrainBytes, f);
   }
 
  private:

@@ -1,6 +1,5 @@
 // get_total_norm: check, autograd, meta, CPU glue, C++ function.
 // Autocast: none is registered, every tensor is read in its own dtype.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/empty.h>
@@ -55,19 +54,9 @@ Tensor get_total_norm_meta(at::TensorList tensors, double) {
 
 // --- CPU -------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kChunkBytes = 256 * 1024;  // summed in one piece, whatever the number of threads (F5)
-
 cpu::PowerSums sum(const FlatList& memory, double order, double scale) {
-  const int64_t chunks = at::divup(memory.bytes(), kChunkBytes);
-  std::vector<cpu::PowerSums> partial(static_cast<size_t>(chunks));
-  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      cpu::PowerSums sums{};
-      memory.visit(chunk * kChunkBytes, (chunk + 1) * kChunkBytes, [&](const Run& run) {
-        cpu::grad_norm({run.data, run.count, run.stride, run.dtype, order, scale, &sums});
-      });
-      partial[static_cast<size_t>(chunk)] = sums;
-    }
+  const auto partial = memory.sums_of_chunks<cpu::PowerSums>([&](cpu::PowerSums& sums, const Run& run) {
+    cpu::grad_norm({run.data, run.count, run.stride, run.dtype, order, scale, &sums});
   });
   cpu::PowerSums total{};
   for (const cpu::PowerSums& sums : partial) {

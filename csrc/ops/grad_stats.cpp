@@ -1,6 +1,5 @@
 // grad_stats: check, autograd, meta, CPU glue, C++ function.
 // Autocast: none is registered, every gradient is read in its own dtype.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -49,19 +48,9 @@ Stats grad_stats_meta(at::TensorList grads) {
 
 // --- CPU -------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kChunkBytes = 256 * 1024;  // summed in one piece, whatever the number of threads (F5)
-
 cpu::GradSums sum(const FlatList& memory, double scale) {
-  const int64_t chunks = at::divup(memory.bytes(), kChunkBytes);
-  std::vector<cpu::GradSums> partial(static_cast<size_t>(chunks));
-  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      cpu::GradSums sums{};
-      memory.visit(chunk * kChunkBytes, (chunk + 1) * kChunkBytes, [&](const Run& run) {
-        cpu::grad_stats({run.data, run.count, run.stride, run.dtype, scale, &sums});
-      });
-      partial[static_cast<size_t>(chunk)] = sums;
-    }
+  const auto partial = memory.sums_of_chunks<cpu::GradSums>([&](cpu::GradSums& sums, const Run& run) {
+    cpu::grad_stats({run.data, run.count, run.stride, run.dtype, scale, &sums});
   });
   cpu::GradSums total{};
   for (const cpu::GradSums& sums : partial) {

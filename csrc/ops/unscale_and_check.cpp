@@ -1,6 +1,5 @@
 // unscale_and_check_: check, autograd, meta, CPU glue, C++ function.
 // Autocast: none is registered, every gradient keeps its dtype.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -45,14 +44,12 @@ void unscale_and_check_counted(at::TensorList grads, Tensor& found_inf, const Te
 
 // --- CPU -------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kGrainBytes = 128 * 1024;  // to a thread, at least: 32 K fp32 numbers, as torch's own grain size
-
 void unscale_and_check_cpu(at::TensorList grads, Tensor& found_inf, const Tensor& inv_scale) {
   check_arguments(grads, found_inf, inv_scale);
   const float inverse = *inv_scale.const_data_ptr<float>();
   const FlatList memory = FlatList::distinct_memory(kOp, grads);
   std::atomic<bool> found{false};
-  at::parallel_for(0, memory.bytes(), kGrainBytes, [&](int64_t begin, int64_t end) {
+  memory.in_parallel([&](int64_t begin, int64_t end) {
     bool found_here = false;
     memory.visit(begin, end, [&](const Run& run) {
       cpu::unscale_and_check({run.data, run.count, run.stride, run.dtype, inverse, &found_here});

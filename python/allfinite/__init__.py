@@ -15,8 +15,8 @@ from allfinite.clip_grad import clip_grad_norm_  # noqa: E402
 from allfinite.conversion import ConversionReport, convert  # noqa: E402
 from allfinite.gradients import GradStats, grad_stats, unscale_and_check_, update_scale_  # noqa: E402
 from allfinite.losses import cross_entropy  # noqa: E402
-from allfinite.norms import add_layer_norm, add_rms_norm, rms_norm  # noqa: E402
-from allfinite.ops import layer_norm, softmax  # noqa: E402
+from allfinite.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm  # noqa: E402
+from allfinite.ops import softmax  # noqa: E402
 
 __all__ = [
     "ConversionReport",

@@ -56,6 +56,21 @@ TEST_CASE("Fallback of the norm: fp32 squares that overflow, and every dtype") {
   CHECK(fallback::norm({values({3}, at::kHalf), at::complex(values({0}), values({4}))}).item<double>() == 5);
 }
 
+TEST_CASE(
+    "Fallback of clip_grads_with_norm_: the same values as the kernels', and nothing at a norm that is not finite") {
+  for (auto dtype : {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble, at::kComplexFloat}) {
+    for (double total : {2.0, 1e300, double(kInf), double(kNaN)}) {
+      auto ours = gradients(dtype), theirs = gradients(dtype);
+      const Tensor norm = at::scalar_tensor(total, at::kDouble);
+      fallback::clip_grads_with_norm_(theirs, 3.7, norm);
+      allfinite::clip_grads_with_norm_(ours, 3.7, norm);
+      for (size_t i = 0; i < ours.size(); ++i) {
+        CHECK(at::equal(components(ours[i]), components(theirs[i])));
+      }
+    }
+  }
+}
+
 TEST_CASE("Fallback of update_scale_: the same scale and tracker, bit for bit, at and beyond the bounds (N1, N19)") {
   for (double start : {0.25, 1.5, 123.456, 65536.0, 1e38}) {
     const ScalePolicy policy(1.37, 0.61, 3, 0.7, 9000.5);

@@ -19,15 +19,6 @@ constexpr int64_t larger(int64_t a, int64_t b) {
   return a < b ? b : a;
 }
 
-// ldexp is a call; a row needs several, and nearly always of a normal fp32 number.
-template <class A>
-ALLFINITE_INLINE A power_of_two(int exponent) {
-  if (exponent > -127 && exponent < 128) {
-    return static_cast<A>(bits_to_float(static_cast<uint32_t>(exponent + 127) << 23));
-  }
-  return static_cast<A>(__builtin_ldexp(1.0, exponent));
-}
-
 // factor * 2^exponent as a product of two numbers of A, neither of which leaves its range where the whole may.
 template <class A>
 struct Factor {

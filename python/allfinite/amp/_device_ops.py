@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from allfinite import _C
+from allfinite import _C, gradients
 from allfinite._C import ScalePolicy
 from allfinite._direct import direct
 
-_unscale_and_check_ = direct(_C.ops.unscale_and_check_, torch.ops.allfinite.unscale_and_check_)
-_update_scale_ = direct(_C.ops.update_scale_, torch.ops.allfinite.update_scale_)
 _get_total_norm = direct(_C.ops.get_total_norm, torch.ops.allfinite.get_total_norm)
 _clip_grads_with_norm_ = direct(_C.ops.clip_grads_with_norm_, torch.ops.allfinite.clip_grads_with_norm_)
 
@@ -37,7 +35,7 @@ def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
     for grad in grads:
         (own if _has_kernels(grad) else others).append(grad)
     if own:
-        _unscale_and_check_(own, found_inf, inv_scale)
+        gradients.unscale_and_check_(own, found_inf, inv_scale)
     for same_dtype in _by_dtype(others):
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inv_scale)
         if may_overflow:
@@ -51,15 +49,15 @@ def update_scale_(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, poli
         found_inf: float32; any value but 0 means that a gradient was not finite.
     """
     if _has_kernels(scale):
-        _update_scale_(
+        gradients.update_scale_(
             scale,
             growth_tracker,
             found_inf,
             policy.growth_factor,
             policy.backoff_factor,
             policy.growth_interval,
-            policy.min_scale,
-            policy.max_scale,
+            min_scale=policy.min_scale,
+            max_scale=policy.max_scale,
         )
         return
     floor, cap = scale.clamp(max=policy.min_scale), scale.clamp(min=policy.max_scale)

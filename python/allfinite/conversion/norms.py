@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 
-from allfinite.norms import rms_norm
-from allfinite.ops import layer_norm
+from allfinite.norms import layer_norm, rms_norm
 
 _EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 _OTHER_NORMS = (

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from allfinite import ops
+from allfinite import norms
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -15,4 +15,4 @@ class LayerNorm(torch.nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return ops.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return norms.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)

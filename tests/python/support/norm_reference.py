@@ -1,7 +1,7 @@
 """The norms in float64, with the terms that the bounds of F3 speak of, and the comparison of the ops with them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +88,15 @@ def rms_norm_reference(
     return norm_reference(x, shape, weight, None, rms_eps(eps, x.dtype), dy, rms=True)
 
 
+def _run(inputs: dict[str, Tensor | None], norm: Callable[..., Tensor], dy: Tensor | None) -> dict[str, Tensor]:
+    leaves = {name: t.detach().requires_grad_(dy is not None) for name, t in inputs.items() if t is not None}
+    y = norm(**leaves)
+    result = {"y": y.detach()}
+    if dy is not None:
+        result.update(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
+    return result
+
+
 def run_layer_norm(
     x: Tensor,
     shape: Sequence[int],
@@ -98,12 +107,7 @@ def run_layer_norm(
 ) -> dict[str, Tensor]:
     """The op under test, with the keys of the reference; gradients of the arguments that are there."""
     inputs = {"dx": x, "dweight": weight, "dbias": bias}
-    leaves = {name: t.detach().requires_grad_(dy is not None) for name, t in inputs.items() if t is not None}
-    y = allfinite.layer_norm(leaves["dx"], shape, leaves.get("dweight"), leaves.get("dbias"), eps)
-    result = {"y": y.detach()}
-    if dy is not None:
-        result.update(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
-    return result
+    return _run(inputs, lambda dx, dweight=None, dbias=None: allfinite.layer_norm(dx, shape, dweight, dbias, eps), dy)
 
 
 def run_rms_norm(
@@ -115,12 +119,7 @@ def run_rms_norm(
 ) -> dict[str, Tensor]:
     """The op under test, with the keys of the reference; gradients of the arguments that are there."""
     inputs = {"dx": x, "dweight": weight}
-    leaves = {name: t.detach().requires_grad_(dy is not None) for name, t in inputs.items() if t is not None}
-    y = allfinite.rms_norm(leaves["dx"], shape, leaves.get("dweight"), eps)
-    result = {"y": y.detach()}
-    if dy is not None:
-        result.update(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
-    return result
+    return _run(inputs, lambda dx, dweight=None: allfinite.rms_norm(dx, shape, dweight, eps), dy)
 
 
 def assert_within_f3(actual: dict[str, Tensor], exact: dict[str, Exact]) -> None:
