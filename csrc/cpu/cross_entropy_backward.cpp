@@ -4,7 +4,7 @@
 // Bytes: the logits read and dx written once, 2 b per element; the masses, where there are any per element, read once.
 // Floor: copy bandwidth.
 //
-// p = exp(x - m) / sum; the row's factors g * (Q + Z) / sum are multiplied in double and rounded to fp32 once, so that
+// p = exp(x - from) * exp(from - m) / sum; the row's factors are multiplied in double and rounded to fp32 once, so that
 // an element is rounded in exp, in one fused multiply-add and to its dtype. Everything is linear in g, which comes with
 // the loss scale in it: bit for bit under powers of two.
 // The target's element in double: beyond p = 1/2 as g * (-Q * (sum of the other p) + (Q - q) + Z * p), where p - 1
@@ -32,8 +32,8 @@ struct Row {
   double mass, z_factor;           // Q, Z
 
   double lse() const { return largest + log_sum; }
-  double factor() const { return grad * factor_of_grad(); }
-  double factor_of_grad() const { return (mass + z_factor) * __builtin_exp(-log_sum); }
+  // What exp(x - from) is multiplied with, without the gradient.
+  double factor_of_grad(double from) const { return (mass + z_factor) * __builtin_exp((from - largest) - log_sum); }
 };
 
 template <class T>
@@ -44,18 +44,16 @@ void fill(T* p, int64_t n, float value) {
   }
 }
 
-// dx = factor * exp(x - largest) - grad * mass.
-template <class A, class T, class Mass>
-void write_row(const T* x, T* dx, int64_t n, const Row& row, const Mass& mass) {
+// dx = factor * exp(x - from) - grad * mass.
+template <class A, class T, class Exp, class Mass>
+void write_row(const T* x, T* dx, int64_t n, A grad, A row_factor, const Exp& exp, const Mass& mass) {
   constexpr int w = kWidth<A>;
-  const A largest = static_cast<A>(row.largest), grad = static_cast<A>(row.grad);
-  const Vec<A> factor = splat(static_cast<A>(row.factor()));
+  const Vec<A> factor = splat(row_factor);
   const auto one = [&](Vec<A> v, int64_t i, int64_t count) {
-    const Vec<A> e = exp_difference<sizeof(T) != 2>(v, largest);  // 2^-18 is lost in the rounding to 16 bits
     if constexpr (std::is_same_v<Mass, NoMass>) {
-      return e * factor;
+      return exp(v) * factor;
     } else {
-      return fma(e, factor, mass(i, count) * -grad);
+      return fma(exp(v), factor, mass(i, count) * -grad);
     }
   };
   int64_t i = 0;
@@ -70,14 +68,21 @@ void write_row(const T* x, T* dx, int64_t n, const Row& row, const Mass& mass) {
 // make_mass(A): the masses in arithmetic A. In double where fp32 is not enough.
 template <class A, class T, class MakeMass>
 void write_row_in_range(const T* x, T* dx, int64_t n, const Row& row, const MakeMass& make_mass) {
-  const double factor = row.factor();
-  if (factor != factor) {
-    fill(dx, n, __builtin_nanf(""));
-  } else if (__builtin_fabs(row.factor_of_grad()) <= kLargestFactor && __builtin_fabs(row.grad) <= kLargestGrad) {
-    write_row<A>(x, dx, n, row, make_mass(A{}));
-  } else {
-    write_row<double>(x, dx, n, row, make_mass(double{}));
-  }
+  const auto write = [&](auto a, const auto& exp, double factor) {
+    using B = decltype(a);
+    write_row<B>(x, dx, n, static_cast<B>(row.grad), static_cast<B>(row.grad * factor), exp, make_mass(a));
+  };
+  with_row_exp<A>(row.largest, [&](const auto& exp) {
+    const double factor = row.factor_of_grad(exp.from());
+    if (row.grad * factor != row.grad * factor) {
+      fill(dx, n, __builtin_nanf(""));
+    } else if (__builtin_fabs(factor) <= kLargestFactor && __builtin_fabs(row.grad) <= kLargestGrad) {
+      write(A{}, exp, factor);
+    } else {
+      const RowExp<double> wide(row.largest);
+      write(double{}, wide, row.factor_of_grad(wide.from()));
+    }
+  });
 }
 
 template <class A, class T>

@@ -9,25 +9,65 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-// exp(x - shift) for x - shift <= 88; 0 below 2^-126 and for x = -inf; NaN where x or the difference is.
+// The exponentials of a row, exp(x - from) for x - from <= 88; 0 below 2^-126 and for x = -inf, NaN where x is.
 //
-// The difference is rounded to fp32, which at 64 to 88 is 2^-18 of the result. With kExact the part that the rounding
-// took (exact: two-sum, Knuth 1969) is put back as a factor 1 + part.
-template <bool kExact>
-ALLFINITE_INLINE Vec<float> exp_difference(Vec<float> x, float shift) {
-  if constexpr (!kExact) {
-    return exp(x - shift);
+// RowExp<float>: `from` is a whole multiple of ln 2, so that x itself is reduced and no difference is rounded, which at
+// 64 to 88 would be 2^-18 of the result.
+template <class A>
+class RowExp {
+ public:
+  explicit RowExp(double reference) : power_(__builtin_floor(reference / kLn2)), unit_(exp_unit(power_)) {}
+
+  ALLFINITE_INLINE Vec<A> operator()(Vec<A> x) const { return exp(x, unit_); }
+  double from() const { return power_ * kLn2; }
+
+ private:
+  static constexpr double kLn2 = 0.6931471805599453;
+
+  double power_;
+  ExpUnit unit_;
+};
+template <>
+class RowExp<double> {
+ public:
+  explicit RowExp(double reference) : from_(reference) {}
+
+  ALLFINITE_INLINE Vec<double> operator()(Vec<double> x) const { return exp(x - from_); }
+  double from() const { return from_; }
+
+ private:
+  double from_;
+};
+
+// The same in fp32 for a reference of any magnitude: what the rounding of x - from took (exact: two-sum, Knuth 1969) is
+// put back as a factor 1 + part.
+class FarRowExp {
+ public:
+  explicit FarRowExp(double reference) : from_(static_cast<float>(reference)) {}
+
+  ALLFINITE_INLINE Vec<float> operator()(Vec<float> x) const {
+    const Vec<float> d = x - from_;
+    const Vec<float> minus_from = d - x;
+    const Vec<float> part = (x - (d - minus_from)) - (minus_from + from_);
+    const Vec<float> e = exp(d);
+    return d < ExpUnit{}.lowest ? Vec<float>{} : fma(e, part, e);
   }
-  constexpr float kLowest = -87.33654f;  // ln 2^-126, as in exp
-  const Vec<float> d = x - shift;
-  const Vec<float> minus_shift = d - x;
-  const Vec<float> part = (x - (d - minus_shift)) - (minus_shift + shift);
-  const Vec<float> e = exp(d);
-  return d < kLowest ? Vec<float>{} : fma(e, part, e);
-}
-template <bool kExact>
-ALLFINITE_INLINE Vec<double> exp_difference(Vec<double> x, double shift) {
-  return exp(x - shift);
+  double from() const { return static_cast<double>(from_); }
+
+ private:
+  float from_;
+};
+
+// f(exponential): the one for arithmetic A whose `from` is the reference, or less than 0.7 below it.
+template <class A, class F>
+auto with_row_exp(double reference, const F& f) {
+  constexpr double kFarthest = 256;  // 370 ln 2
+  if constexpr (std::is_same_v<A, float>) {
+    if (!(__builtin_fabs(reference) <= kFarthest)) {
+      return f(FarRowExp(reference));
+    }
+  }
+  return f(RowExp<A>(reference));
 }
 
 // The mass q of each class, with which a row's loss is the sum of q * -log p; A vector at a time.

@@ -6,26 +6,52 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-// exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2. exp(0) is exactly 1. x <= 88.
-ALLFINITE_INLINE Vec<float> exp(Vec<float> x) {
-  constexpr float kLowest = -87.33654f;     // ln 2^-126
-  constexpr float kRound = 0x1.8p23f;       // adding it rounds to an integer, which is left in the low bits
-  constexpr float kLn2High = 0x1.62e4p-1f;  // 15 bits: n times it is exact
-  constexpr float kLn2Low = 0x1.7f7d1cp-20f;
-  const Vec<float> clamped = x < kLowest ? splat(kLowest) : x;
-  const Vec<float> shifted = fma(clamped, splat(0x1.715476p0f), splat(kRound));
+// The unit of a row's exponentials: 2^-power exp(x), 0 where that is below 2^-126. |power| <= 384.
+struct ExpUnit {
+  float power = 0;
+  float lowest = -87.33654f;  // (power - 126) ln 2
+};
+ALLFINITE_INLINE ExpUnit exp_unit(double power) {
+  return {static_cast<float>(power), static_cast<float>((power - 126) * 0.6931471805599453)};
+}
+
+// 2^-power exp(x); exp(0) is exactly 1 for a power of 0. The result must not overflow: x <= 88 for a power of 0.
+//
+// x = n ln 2 + r with n a multiple of 1 / 16 (or 1); exp(r) is a polynomial, minimax in the relative error of exp. n ln
+// 2 is subtracted in two parts, whose first has 15 bits, so that r is exact but for its own rounding.
+ALLFINITE_INLINE Vec<float> exp(Vec<float> x, ExpUnit unit = {}) {
+  constexpr float kLog2E = 0x1.715476p0f, kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
+  const Vec<float> lowest = splat(unit.lowest);
+  const Vec<float> clamped = max(lowest, x);
+#if defined(__AVX512F__)
+  // 2^(k / 16) from a register; scalef takes the whole part of n. 13 instructions.
+  constexpr float kRound = 0x1.8p19f;  // adding it rounds to a multiple of 1 / 16, which is left in the low bits
+  const __m512 roots = {1.0f,          0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f,  0x1.3dea64p0f,
+                        0x1.4bfdaep0f, 0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f,
+                        0x1.ae89fap0f, 0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f};
+  const Vec<float> shifted = fma(clamped, splat(kLog2E), splat(kRound));
   const Vec<float> n = shifted - kRound;
   const Vec<float> r = fma(n, splat(-kLn2Low), fma(n, splat(-kLn2High), clamped));
-  // (exp(r) - 1 - r) / r^2: minimax of the relative error of exp, 3.3e-9.
-  Vec<float> p = splat(0x1.6a1a72p-10f);
+  const Vec<float> root = _mm512_permutexvar_ps((__m512i)shifted, roots);
+  const Vec<float> p = fma(fma(r, splat(0x1.555748p-3f), splat(0x1.00022p-1f)), r, splat(1.0f));  // 1.6e-9
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, lowest, _CMP_NLT_UQ);
+  return _mm512_maskz_scalef_ps(normal, fma(root * r, p, root), n - unit.power);
+#else
+  constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which is left in the low bits
+  const Vec<float> shifted = fma(clamped, splat(kLog2E), splat(kRound));
+  const Vec<float> n = shifted - kRound;
+  const Vec<float> r = fma(n, splat(-kLn2Low), fma(n, splat(-kLn2High), clamped));
+  Vec<float> p = splat(0x1.6a1a72p-10f);  // 3.3e-9
   p = fma(p, r, splat(0x1.123fc6p-7f));
   p = fma(p, r, splat(0x1.555916p-5f));
   p = fma(p, r, splat(0x1.55548ap-3f));
   p = fma(p, r, splat(0x1.fffffcp-2f));
   p = fma(p, r * r, r) + 1.0f;
-  // 2^n as a factor, so that a NaN in p survives whatever its n is.
-  const Vec<float> power = (Vec<float>)(((Vec<uint32_t>)shifted + (127u - 0x4b400000u)) << 23);
-  return x < kLowest ? Vec<float>{} : p * power;
+  // 2^(n - power) as a factor, so that a NaN in p survives whatever its n is.
+  const uint32_t bias = 127u - 0x4b400000u - static_cast<uint32_t>(static_cast<int32_t>(unit.power));
+  const Vec<float> factor = (Vec<float>)(((Vec<uint32_t>)shifted + bias) << 23);
+  return x < lowest ? Vec<float>{} : p * factor;
+#endif
 }
 
 ALLFINITE_INLINE Vec<double> exp(Vec<double> x) {
