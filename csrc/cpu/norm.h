@@ -9,7 +9,8 @@
 namespace allfinite::cpu {
 
 // Per row, in fp32 (fp64 for fp64), what backward needs. layer_norm: mean high part, mean low part, rstd, scale;
-// rms_norm: rstd, scale. They describe the row times `scale`, a power of two that is 1 unless squares leave the range.
+// rms_norm: rstd, scale. They describe the row times `scale`, a power of two that is 1 unless squares leave the range
+// (or -exponent, where rstd is beyond the type: RowStats in norm_row.h).
 constexpr int norm_stats(bool rms) {
   return rms ? 2 : 4;
 }
@@ -26,10 +27,10 @@ constexpr int64_t norm_row_bytes(int64_t n, DType dtype) {
   return (n * (dtype == DType::kFloat64 ? 8 : 4) + 63) / 64 * 64;
 }
 constexpr int64_t norm_forward_scratch(int64_t n, DType dtype) {
-  return (2 + kNormBlockRows) * norm_row_bytes(n, dtype);  // weight, bias, a block
+  return (2 + 2 * kNormBlockRows) * norm_row_bytes(n, dtype);  // weight, bias, rescued rows and sums of a block
 }
 constexpr int64_t norm_backward_scratch(int64_t n, DType dtype) {
-  return (3 + 2 * kNormBlockRows) * norm_row_bytes(n, dtype);  // weight, column sums, xhat and dy of a block
+  return 5 * norm_row_bytes(n, dtype);  // weight, column sums, g and xhat of a row out of range
 }
 
 struct NormForwardArgs {

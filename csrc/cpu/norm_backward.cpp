@@ -8,12 +8,13 @@
 // 16 bits. Between the two: some 14 instructions a vector, as many as 10 more for 16 bits, and for long rows the column
 // accumulators and the block, which lie in the second-level cache.
 //
-// Rows go in blocks: loads widen dy and write xhat (norm_row.h), one pass sums rows and columns, one writes. Row sums:
-// short fp32 chains, chains in double (row_sum.h). Column sums: fp32 over at most kFlushRows rows, then double, so that
-// the error does not grow with the number of rows (F3); one buffer a chunk, chunks added in order (F5).
+// Rows go in blocks: one pass sums rows and columns, one writes; both widen dy and x and make xhat in registers. Row
+// sums: short fp32 chains, chains in double (row_sum.h). Column sums: fp32 over at most kFlushRows rows, then double,
+// so that the error does not grow with the number of rows (F3); one buffer a chunk, chunks added in order (F5).
 //
 // Range: where g leaves [2^-60, 2^60] the row is done with g times a power of two, made from the exponents of dy
-// and weight apart (norm_rescue.h). dx of a row with rstd = 0 is dsum or 0.
+// and weight apart (norm_rescue.h); where rstd is beyond 2^60, its exponent is added to theirs. dx of a row with rstd =
+// 0 is dsum or 0.
 #include "cpu/norm.h"
 #include "cpu/norm_rescue.h"
 #include "cpu/norm_row.h"
@@ -34,36 +35,49 @@ struct RowSums {
   A mean_g, mean_g_xhat, largest_g;
 };
 
-// Rows of a block, and where its column sums go: [2, n] or null.
-template <class A>
-struct Block {
-  const A* dy[kRows];
-  A* xhat[kRows];
-  const A* weight;
-  int64_t n;
-  A* columns;
+// Rows as they are stored, and what makes xhat of them. T: of dy. X: of what was normalised.
+template <class T, class X>
+struct Rows {
+  using A = Accumulate<T>;
+  const T* dy[kRows];
+  const X* x[kRows];
+  RowStats<A> stats[kRows];
 };
 
+// xhat in the lanes behind the row would be -mean * rstd, which may be infinite.
+template <bool kCentred, class V>
+ALLFINITE_INLINE V of_row(V xhat, int64_t count) {
+  return kCentred && count < static_cast<int64_t>(sizeof(V) / sizeof(xhat[0])) ? first_lanes(xhat, count) : xhat;
+}
+
 // Means of g and g * xhat and the largest |g| of kCount rows from `first` on, where g is dy * weight, or dy; with
-// kColumns also adds dy * xhat and dy to the column accumulators.
-template <int kCount, bool kMean, bool kWeighted, bool kColumns, class A>
-void sum_rows(const Block<A>& b, int first, RowSums<A>* sums) {
+// kColumns also adds dy * xhat and dy to the column accumulators, [2, n]. kScaled: a row may be times a power of two.
+template <int kCount, bool kCentred, bool kWeighted, bool kColumns, bool kScaled, class T, class X,
+          class A = Accumulate<T>>
+void sum_rows(const Rows<T, X>& rows, int first, const A* weights, int64_t n, A* columns, RowSums<A>* sums) {
   constexpr int w = kWidth<A>;
   constexpr int64_t block = kChain * kLanes * w;
+  Normalise<kCentred, A> normalise[kCount];
+  for (int r = 0; r < kCount; ++r) {
+    normalise[r] = Normalise<kCentred, A>(rows.stats[first + r]);
+  }
   WideSum<A> total_g[kCount], total_gx[kCount];
   Vec<A> largest[kCount] = {};
-  for (int64_t start = 0; start < b.n; start += block) {
-    const int64_t stop = start + block < b.n ? start + block : b.n;
+  for (int64_t start = 0; start < n; start += block) {
+    const int64_t stop = start + block < n ? start + block : n;
     Vec<A> sum_g[kCount][kLanes] = {}, sum_gx[kCount][kLanes] = {};
     const auto step = [&](int u, int64_t i, int64_t count) __attribute__((always_inline)) {
-      const Vec<A> weight = kWeighted ? load_lanes<A>(b.weight + i, count) : Vec<A>{};
+      const Vec<A> weight = kWeighted ? load_lanes<A>(weights + i, count) : Vec<A>{};
       Vec<A> of_weight = {}, of_bias = {};
       for (int r = 0; r < kCount; ++r) {
-        const Vec<A> d = load_lanes<A>(b.dy[first + r] + i, count), xhat = load_lanes<A>(b.xhat[first + r] + i, count);
+        const Vec<A> d = load_lanes<A>(rows.dy[first + r] + i, count);
+        const Vec<A> x = load_lanes<A>(rows.x[first + r] + i, count);
+        const Vec<A> scaled = kScaled ? x * rows.stats[first + r].scale : x;
+        const Vec<A> xhat = of_row<kCentred>(normalise[r](scaled), count);
         const Vec<A> g = kWeighted ? d * weight : d;
         sum_gx[r][u] = fma(g, xhat, sum_gx[r][u]);
         largest[r] = max(largest[r], abs(g));
-        if constexpr (kMean) {
+        if constexpr (kCentred) {
           sum_g[r][u] += g;
         }
         if constexpr (kColumns) {
@@ -72,9 +86,9 @@ void sum_rows(const Block<A>& b, int first, RowSums<A>* sums) {
         }
       }
       if constexpr (kColumns) {
-        store_lanes(b.columns + i, load_lanes<A>(b.columns + i, count) + of_weight, count);
-        if constexpr (kMean) {
-          A* bias = b.columns + b.n + i;
+        store_lanes(columns + i, load_lanes<A>(columns + i, count) + of_weight, count);
+        if constexpr (kCentred) {
+          A* bias = columns + n + i;
           store_lanes(bias, load_lanes<A>(bias, count) + of_bias, count);
         }
       }
@@ -93,9 +107,9 @@ void sum_rows(const Block<A>& b, int first, RowSums<A>* sums) {
       total_gx[r].add(sum_gx[r][0] + sum_gx[r][1]);
     }
   }
-  const double count = static_cast<double>(b.n);
+  const double count = static_cast<double>(n);
   for (int r = 0; r < kCount; ++r) {
-    const double of_g = kMean ? total_g[r].total() : 0, of_gx = total_gx[r].total();
+    const double of_g = kCentred ? total_g[r].total() : 0, of_gx = total_gx[r].total();
     sums[r] = {static_cast<A>(of_g / count), static_cast<A>(of_gx / count), max_lanes<A>(largest[r])};
   }
 }
@@ -128,7 +142,7 @@ void write_scaled(const A* g, const A* xhat, int64_t n, const RowSums<A>& sums, 
   int of_rstd = 0, of_scale = 0;
   const A factor = static_cast<A>(__builtin_frexp(static_cast<double>(s.rstd), &of_rstd));
   __builtin_frexp(static_cast<double>(s.scale), &of_scale);  // a power of two: 0.5 * 2^of_scale
-  const int shift = exponent + of_rstd + of_scale - 1;
+  const int shift = exponent + of_rstd + s.exponent + of_scale - 1;
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
     const Vec<A> centred = load_lanes<A>(g + i, count) - sums.mean_g;
     const Vec<A> d = fma(load_lanes<A>(xhat + i, count), splat(-sums.mean_g_xhat), centred) * factor;
@@ -145,62 +159,83 @@ void write_scaled(const A* g, const A* xhat, int64_t n, const RowSums<A>& sums, 
 }
 
 // Meanwhile the inputs of the next block are fetched.
-template <Place kPlace, class A, class T, class X>
-void write_plain(const Block<A>& b, int row, const RowSums<A>& sums, A rstd, const Output<T, X>& out, const T* next_dy,
-                 const X* next_x) {
-  const A *dy = b.dy[row], *xhat = b.xhat[row];
-  const Vec<A> mean = splat(sums.mean_g), slope = splat(-sums.mean_g_xhat);
+template <Place kPlace, bool kCentred, class A, class T, class X>
+void write_plain(const Rows<T, X>& rows, int row, const A* weight, int64_t n, const RowSums<A>& sums,
+                 const Output<T, X>& out) {
+  const T* dy = rows.dy[row];
+  const X* x = rows.x[row];
+  const Normalise<kCentred, A> normalise(rows.stats[row]);
+  const Vec<A> mean = splat(sums.mean_g), slope = splat(-sums.mean_g_xhat), rstd = splat(rows.stats[row].rstd);
   const auto gradient = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-    const Vec<A> centred = load_lanes<A>(dy + i, count) * load_lanes<A>(b.weight + i, count) - mean;
-    prefetch<kPlace>(next_dy, i);
-    prefetch<kPlace>(next_x, i);
-    return fma(load_lanes<A>(xhat + i, count), slope, centred) * rstd;
+    const Vec<A> g = load_lanes<A>(dy + i, count) * load_lanes<A>(weight + i, count);
+    const Vec<A> xhat = normalise(load_lanes<A>(x + i, count));
+    prefetch<kPlace>(dy, i + kRows * n);
+    prefetch<kPlace>(x, i + kRows * n);
+    return fma(xhat, slope, kCentred ? g - mean : g) * rstd;
   };
   if (out.dx && !out.dresidual && !out.dsum) {  // apart, without conditions in the loop
     const Output<T, X> only = {out.dx, nullptr, nullptr};
-    for_each_vector<A>(b.n,
+    for_each_vector<A>(n,
                        [&](int64_t i, int64_t count) { write_vector<kPlace, A>(only, i, count, gradient(i, count)); });
   } else {
-    for_each_vector<A>(b.n,
-                       [&](int64_t i, int64_t count) { write_vector<kPlace, A>(out, i, count, gradient(i, count)); });
+    for_each_vector<A>(n, [&](int64_t i, int64_t count) {
+      if (out.dsum) {
+        prefetch<kPlace>(out.dsum, i + kRows * n);
+      }
+      write_vector<kPlace, A>(out, i, count, gradient(i, count));
+    });
   }
 }
 
 // The norm's gradient is 0, or NaN if anything that takes part is not finite (F2).
 template <class A, class T, class X>
-void write_constant_row(const A* dy, const A* weight, int64_t n, const Output<T, X>& out) {
+void write_constant_row(const T* dy, const A* weight, int64_t n, const Output<T, X>& out) {
   A nothing = 0;
   for (int64_t i = 0; i < n; ++i) {
-    nothing += dy[i] * A(0) + weight[i] * A(0);
+    nothing += widen<A>(dy[i]) * A(0) + weight[i] * A(0);
   }
   for_each_vector<A>(n,
                      [&](int64_t i, int64_t count) { write_vector<Place::kCached, A>(out, i, count, splat(nothing)); });
 }
 
-// False where the row is one that write_plain serves.
-template <bool kMean, class A, class T, class X>
-bool write_special(Block<A>& b, int row, const RowSums<A>& plain, const RowStats<A>& stats, A* buffer,
+// False where the row is one that write_plain serves. g, xhat: buffers of a row.
+template <bool kCentred, class A, class T, class X>
+bool write_special(const Rows<T, X>& rows, int row, const A* weight, int64_t n, const RowSums<A>& plain, A* g, A* xhat,
                    const Output<T, X>& out) {
   constexpr A kLargest = std::is_same_v<A, float> ? A(0x1p60f) : A(0x1p480);
   const bool in_range = plain.largest_g <= kLargest && plain.largest_g >= 1 / kLargest;
-  const A* dy = b.dy[row];
-  RowSums<A> sums = plain;
-  int exponent = 0;
+  const RowStats<A>& stats = rows.stats[row];
   if (stats.rstd == 0) {
-    write_constant_row(dy, b.weight, b.n, out);
-  } else if (!in_range && rescue_exponent(dy, b.weight, b.n, exponent)) {
-    scaled_products(dy, b.weight, b.n, exponent, buffer);
-    b.dy[row] = buffer;
-    sum_rows<1, kMean, false, false>(b, row, &sums);
-    write_scaled(buffer, b.xhat[row], b.n, sums, stats, exponent, out);
-  } else if (stats.scale != 1) {
-    for_each_vector<A>(b.n, [&](int64_t i, int64_t count) {
-      store_lanes(buffer + i, load_lanes<A>(dy + i, count) * load_lanes<A>(b.weight + i, count), count);
-    });
-    write_scaled(buffer, b.xhat[row], b.n, sums, stats, 0, out);
-  } else {
+    write_constant_row(rows.dy[row], weight, n, out);
+    return true;
+  }
+  const bool apart = stats.scale != 1 || stats.exponent != 0 || stats.rstd > kLargest;
+  if (in_range && !apart) {
     return false;
   }
+  for_each_vector<A>(
+      n, [&](int64_t i, int64_t count) { store_lanes(g + i, load_lanes<A>(rows.dy[row] + i, count), count); });
+  int exponent = 0;
+  const bool scaled = !in_range && rescue_exponent<A>(g, weight, n, exponent);
+  if (!scaled && !apart) {
+    return false;
+  }
+  const Normalise<kCentred, A> normalise(stats);
+  for_each_vector<A>(n, [&](int64_t i, int64_t count) {
+    store_lanes(xhat + i, normalise(load_lanes<A>(rows.x[row] + i, count) * stats.scale), count);
+  });
+  RowSums<A> sums = plain;
+  if (scaled) {
+    scaled_products<A>(g, weight, n, exponent, g);
+    const Rows<A, A> products = {{g}, {xhat}, {{0, 0, 1, 1, 0}}};
+    sum_rows<1, kCentred, false, false, false>(products, 0, static_cast<const A*>(nullptr), n, static_cast<A*>(nullptr),
+                                               &sums);
+  } else {
+    for_each_vector<A>(n, [&](int64_t i, int64_t count) {
+      store_lanes(g + i, load_lanes<A>(g + i, count) * load_lanes<A>(weight + i, count), count);
+    });
+  }
+  write_scaled(g, xhat, n, sums, stats, exponent, out);
   return true;
 }
 
@@ -218,69 +253,53 @@ void flush_columns(A* columns, double* sums, int64_t count) {
   __builtin_memset(columns, 0, static_cast<size_t>(count) * sizeof(A));
 }
 
-// xhat of a row of any storage type.
-template <class A, class X>
-void write_xhat(const X* x, int64_t n, const RowStats<A>& stats, A* xhat) {
-  const Normalise<A> normalise(stats);
-  const Vec<A> scale = splat(stats.scale);
-  for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    store_lanes(xhat + i, normalise(load_lanes<A>(x + i, count) * scale), count);
-  });
-}
-
 template <class T>
 T* row_of(const void* p, int64_t offset) {
   return p ? static_cast<T*>(const_cast<void*>(p)) + offset : nullptr;
 }
 
 // T: of dy and dx. X: of what was normalised, dsum and dresidual.
-template <bool kMean, bool kColumns, class T, class X>
+template <bool kCentred, bool kColumns, class T, class X>
 void backward_rows(const NormBackwardArgs& a) {
   using A = Accumulate<T>;
   const int64_t n = a.n, stride = norm_row_bytes(n, a.dtype) / static_cast<int64_t>(sizeof(A));
-  A* scratch = static_cast<A*>(a.scratch);
-  A* buffers = scratch + (3 + kRows) * stride;
-  Block<A> block = {};
-  block.n = n;
-  block.weight = parameter<A>(a.weight, a.weight_dtype, n, A(1), scratch);
-  block.columns = scratch + stride;
+  A *scratch = static_cast<A*>(a.scratch), *columns = scratch + stride, *buffer = scratch + 3 * stride;
+  const A* weight = parameter<A>(a.weight, a.weight_dtype, n, A(1), scratch);
   if constexpr (kColumns) {
-    __builtin_memset(block.columns, 0, static_cast<size_t>(2 * n) * sizeof(A));
+    __builtin_memset(columns, 0, static_cast<size_t>(2 * n) * sizeof(A));
     __builtin_memset(a.sums, 0, static_cast<size_t>(2 * n) * sizeof(double));
   }
-  const Place place = place_of(a.rows, n * static_cast<int64_t>(sizeof(T)), a.dx, a.dresidual);
+  const Place place = place_of(a.rows, n * static_cast<int64_t>(sizeof(T)), a.dsum ? 4 : 3, a.dx, a.dresidual);
   int64_t unflushed = 0;
   for (int64_t first = a.begin; first < a.end; first += kRows) {
     const int count = a.end - first < kRows ? static_cast<int>(a.end - first) : kRows;
-    RowStats<A> stats[kRows];
+    Rows<T, X> rows;
     RowSums<A> sums[kRows];
+    bool scaled = false;
     for (int r = 0; r < count; ++r) {
-      const int64_t at = (first + r) * n;
-      stats[r] = read_stats<A>(a.stats, first + r, !kMean);
-      block.dy[r] = widened(static_cast<const T*>(a.dy) + at, n, buffers + r * stride);
-      block.xhat[r] = scratch + (3 + r) * stride;
-      write_xhat(static_cast<const X*>(a.x) + at, n, stats[r], block.xhat[r]);
+      rows.dy[r] = static_cast<const T*>(a.dy) + (first + r) * n;
+      rows.x[r] = static_cast<const X*>(a.x) + (first + r) * n;
+      rows.stats[r] = read_stats<A>(a.stats, first + r, a.rms);
+      scaled = scaled || rows.stats[r].scale != 1;
     }
-    if (count == kRows) {
-      sum_rows<kRows, kMean, true, kColumns>(block, 0, sums);
+    if (count == kRows && !scaled) {
+      sum_rows<kRows, kCentred, true, kColumns, false>(rows, 0, weight, n, columns, sums);
     } else {
       for (int r = 0; r < count; ++r) {
-        sum_rows<1, kMean, true, kColumns>(block, r, sums + r);
+        sum_rows<1, kCentred, true, kColumns, true>(rows, r, weight, n, columns, sums + r);
       }
     }
     for (int r = 0; (a.dx || a.dresidual) && r < count; ++r) {
-      const int64_t at = (first + r) * n, next = at + kRows * n;
+      const int64_t at = (first + r) * n;
       const Output<T, X> out = {row_of<T>(a.dx, at), row_of<X>(a.dresidual, at), row_of<const X>(a.dsum, at)};
-      if (!write_special<kMean>(block, r, sums[r], stats[r], buffers + r * stride, out)) {
-        visit_place(place, [&](auto p) {
-          write_plain<decltype(p)::value>(block, r, sums[r], stats[r].rstd, out, static_cast<const T*>(a.dy) + next,
-                                          static_cast<const X*>(a.x) + next);
-        });
+      if (!write_special<kCentred>(rows, r, weight, n, sums[r], buffer, buffer + stride, out)) {
+        visit_place(place,
+                    [&](auto p) { write_plain<decltype(p)::value, kCentred>(rows, r, weight, n, sums[r], out); });
       }
     }
     unflushed += count;
     if (kColumns && (unflushed >= kFlushRows || first + count == a.end)) {
-      flush_columns(block.columns, a.sums, 2 * n);
+      flush_columns(columns, a.sums, 2 * n);
       unflushed = 0;
     }
   }

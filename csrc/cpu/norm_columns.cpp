@@ -1,8 +1,8 @@
 // Column sums of the norm backward: the chunks of rows that norm_backward.cpp left are added up in order and rounded to
 // the parameter's dtype.
 //
-// Bytes: 16 n a chunk read, the gradients written. Sums in double. A column that is not finite, because an fp32 sum
-// left the range, is summed again in double row by row.
+// Bytes: 16 n a chunk read, the gradients written. Sums in double. A column that is not finite, because a sum left the
+// range, is summed again in double row by row.
 #include "cpu/norm.h"
 #include "cpu/norm_row.h"
 #include "cpu/simd.h"
@@ -11,19 +11,21 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-// One column's sum in double, row by row: for columns whose fp32 sums left the range.
+// One column's sum in double, row by row: for columns whose sums left the range. fp64 makes room for what overflows on
+// the way only.
 template <class T, class X>
 double exact_column(const NormBackwardArgs& a, int64_t column, bool of_weight) {
+  constexpr double kRoom = std::is_same_v<T, double> ? 0x1p-64 : 1;
   double total = 0;
   for (int64_t row = a.begin; row < a.end; ++row) {
     const auto s = read_stats<Accumulate<T>>(a.stats, row, a.rms);
-    const double dy = widen<double>(static_cast<const T*>(a.dy)[row * a.n + column]);
+    const double dy = widen<double>(static_cast<const T*>(a.dy)[row * a.n + column]) * kRoom;
     const double x = widen<double>(static_cast<const X*>(a.x)[row * a.n + column]);
     const double centred =
         (x * static_cast<double>(s.scale) - static_cast<double>(s.mean_hi)) - static_cast<double>(s.mean_lo);
     total += of_weight ? dy * (centred * static_cast<double>(s.rstd)) : dy;
   }
-  return total;
+  return total / kRoom;
 }
 
 template <class T, class X, class G>

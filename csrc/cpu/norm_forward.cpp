@@ -8,15 +8,16 @@
 // rounds in 8 instructions a vector). Short rows (384, in cache: 36 GB/s in fp32) also wait for the scalar end of a
 // row.
 //
-// Rows of 16 bits are widened to a row of fp32 in the cache, so that the passes exist in fp32 and fp64 only. Sums: the
-// mean in double (rows of 16-bit values: of 4 values in fp32 first, which is exact or nearly so), kept as two numbers
-// of the compute type, mean_hi + mean_lo; the squares in the same pass, in short fp32 chains (row_sum.h), and once more
-// from the mean where the mean is larger than the deviation. So the error does not grow with mean / std. fp64 has no
-// wider type: there mean_lo is the mean of the deviations (docs/numerics.md).
+// Rows of 16 bits are widened in registers, once in each pass: two rows of fp32 beside weight and bias would not stay
+// in the first-level cache. Sums: the mean in double (rows of 16-bit values: of 4 values in fp32 first, which is exact
+// or nearly so), kept as two numbers of the compute type, mean_hi + mean_lo; the squares in the same pass, in short
+// fp32 chains (row_sum.h), and once more from the mean where the mean is larger than the deviation. So the error does
+// not grow with mean / std. fp64 has no wider type: there mean_lo is the mean of the deviations (docs/numerics.md).
 //
 // Range: where var is not finite, or so small that squares or the mean's low part underflow, the row is done again
-// times a power of two, with eps times its square. A row of NaN or infinity becomes NaN; no other row is
-// touched. var + eps = 0 (a constant row with eps 0): rstd is stored as 0, so that y = bias and dx = 0.
+// times a power of two, with eps times its square; a row of one number needs no sums. A row of NaN or infinity becomes
+// NaN; no other row is touched. var + eps = 0 (a constant row with eps 0): rstd is stored as 0, so that y = bias and
+// dx = 0.
 #include "cpu/norm.h"
 #include "cpu/norm_row.h"
 #include "cpu/row_sum.h"
@@ -48,8 +49,8 @@ struct Moments {
 };
 
 // fp32: with a sum the centre is 0.
-template <class A, Sum kSum>
-Moments moments(const A* x, int64_t n, A centre) {
+template <class A, Sum kSum, class S>
+Moments moments(const S* x, int64_t n, A centre) {
   constexpr int w = kWidth<A>;
   constexpr int64_t step = kLanes * w, block = kChain * step;
   constexpr bool kCentred = std::is_same_v<A, double> || kSum == Sum::kNone;
@@ -69,7 +70,11 @@ Moments moments(const A* x, int64_t n, A centre) {
         total[0].add((d[0] + d[1]) + (d[2] + d[3]));
       } else if constexpr (kSum == Sum::kAny) {
         for (int u = 0; u < kLanes; ++u) {
-          kCentred ? total[u].add(d[u]) : total[u].add(x + i + u * w);
+          if constexpr (kCentred || !std::is_same_v<A, S>) {
+            total[u].add(d[u]);
+          } else {
+            total[u].add(x + i + u * w);
+          }
         }
       }
     }
@@ -91,8 +96,8 @@ Moments moments(const A* x, int64_t n, A centre) {
 }
 
 // Sets the mean and returns the variance; for rms_norm leaves the mean 0 and returns the mean square.
-template <Sum kSum>
-double centre_row(const float* x, int64_t n, RowStats<float>& s) {
+template <Sum kSum, class S>
+double centre_row(const S* x, int64_t n, RowStats<float>& s) {
   const double count = static_cast<double>(n);
   const Moments m = moments<float, kSum>(x, n, 0);
   if constexpr (kSum == Sum::kNone) {
@@ -122,23 +127,20 @@ double centre_row(const double* x, int64_t n, RowStats<double>& s) {
   return m.squares / count;
 }
 
-template <Sum kSum, class A>
-RowStats<A> row_stats(const A* x, int64_t n, A scale, double eps, double& variance) {
-  RowStats<A> s = {0, 0, 0, scale};
+template <Sum kSum, class A, class S>
+RowStats<A> row_stats(const S* x, int64_t n, A scale, double eps, double& variance) {
+  RowStats<A> s = {0, 0, 0, scale, 0};
   variance = centre_row<kSum>(x, n, s);
   variance = variance < 0 ? 0 : variance;  // written so that NaN stays NaN
   const double total = variance + eps * static_cast<double>(scale) * static_cast<double>(scale);
-  // Beyond A only for a constant row with an eps below 2^-254; its xhat must be 0, not 0 * inf.
-  constexpr double kLargestRstd = std::numeric_limits<A>::max();
-  const double exact = total == 0 ? 0 : 1 / __builtin_sqrt(total);
-  s.rstd = static_cast<A>(exact > kLargestRstd ? kLargestRstd : exact);
+  s.rstd = static_cast<A>(total == 0 ? 0 : 1 / __builtin_sqrt(total));
   return s;
 }
 
 // A power of two that brings the largest magnitude of the row near 1; 1 where there is none or one is not finite.
-// At most 2^126 (fp64: 2^1022), so that rstd stays normal beside any eps below 1.
-template <class A>
-A rescue_scale(const A* x, int64_t n) {
+// At most 2^126, so that rstd stays normal beside any eps below 1 (fp64: such that eps times its square is in range).
+template <class A, class S>
+A rescue_scale(const S* x, int64_t n, double eps) {
   Vec<A> largest_lanes = {}, poison = {};
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
     const Vec<A> v = load_lanes<A>(x + i, count);
@@ -149,11 +151,37 @@ A rescue_scale(const A* x, int64_t n) {
   if (largest == 0 || sum_lanes<A>(poison) != 0) {
     return 1;
   }
-  int exponent = 0;
+  int exponent = 0, of_eps = 0;
   __builtin_frexp(static_cast<double>(largest), &exponent);
+  __builtin_frexp(eps, &of_eps);
   constexpr int kLimit = std::numeric_limits<A>::max_exponent - 2;  // the scale and its inverse stay normal
-  exponent = exponent > kLimit ? kLimit : exponent < -kLimit ? -kLimit : exponent;
+  const int beside_eps = (1000 - of_eps) / 2;
+  const int most = std::is_same_v<A, double> && eps > 0 && beside_eps < kLimit ? beside_eps : kLimit;
+  exponent = exponent > kLimit ? kLimit : exponent < -most ? -most : exponent;
   return static_cast<A>(__builtin_ldexp(1.0, -exponent));
+}
+
+template <class A, class S>
+bool all_equal(const S* x, int64_t n, A value) {
+  Vec<A> largest = {}, poison = {};
+  for_each_vector<A>(n, [&](int64_t i, int64_t count) {
+    const Vec<A> difference = first_lanes(load_lanes<A>(x + i, count) - value, count);
+    largest = max(largest, abs(difference));
+    poison += difference * 0;
+  });
+  return max_lanes<A>(largest) == 0 && sum_lanes<A>(poison) == 0;
+}
+
+// Of a row of one number (rms_norm: 0): xhat is 0, and dx has the factor 1 / sqrt(eps) whatever the number is.
+template <class A>
+RowStats<A> constant_stats(A number, double eps) {
+  const double rstd = eps == 0 ? 0 : 1 / __builtin_sqrt(eps);
+  if (rstd <= std::numeric_limits<A>::max()) {
+    return {number, 0, static_cast<A>(rstd), 1, 0};
+  }
+  int exponent = 0;
+  const double fraction = __builtin_frexp(rstd, &exponent);
+  return {number, 0, static_cast<A>(fraction), 1, exponent};
 }
 
 template <class A>
@@ -162,22 +190,33 @@ bool in_range(const RowStats<A>& s, double variance, double eps, bool rms) {
   return variance <= kLargestVariance<A> && (small_is_exact ? variance + eps : variance) >= kSmallestVariance<A>;
 }
 
-// The row times the power of two that brings it into the range, written to `buffer`; x itself where it is in range.
-template <Sum kSum, class A>
-const A* rescued(const A* x, int64_t n, double eps, double variance, A* buffer, RowStats<A>& s) {
-  const A scale = in_range(s, variance, eps, kSum == Sum::kNone) ? A(1) : rescue_scale(x, n);
-  if (scale == 1) {
-    s.rstd += static_cast<A>(variance * 0);  // NaN for an infinity: 1 / inf would be 0, and dx of the row with it
-    return x;
+// Rescues a row that is not in range: statistics of the row times a power of two, which is written to `buffer` (true),
+// or of a row of one number.
+template <Sum kSum, class A, class S>
+bool rescue(const S* x, int64_t n, double eps, double variance, A* buffer, RowStats<A>& s) {
+  if (!in_range(s, variance, eps, kSum == Sum::kNone)) {
+    const A number = kSum == Sum::kNone ? A(0) : widen<A>(x[0]);
+    if (all_equal<A>(x, n, number)) {
+      s = constant_stats(number, eps);
+      return false;
+    }
+    const A scale = rescue_scale<A>(x, n, eps);
+    if (scale != 1) {
+      for_each_vector<A>(
+          n, [&](int64_t i, int64_t count) { store_lanes(buffer + i, load_lanes<A>(x + i, count) * scale, count); });
+      s = row_stats<kSum>(static_cast<const A*>(buffer), n, scale, eps, variance);
+      return true;
+    }
   }
-  for_each_vector<A>(
-      n, [&](int64_t i, int64_t count) { store_lanes(buffer + i, load_lanes<A>(x + i, count) * scale, count); });
-  s = row_stats<kSum>(buffer, n, scale, eps, variance);
-  return buffer;
+  s.rstd += static_cast<A>(variance * 0);  // NaN for an infinity: 1 / inf would be 0, and dx of the row with it
+  return false;
 }
 
-template <class A>
+template <bool kBias, class A>
 ALLFINITE_INLINE Vec<A> affine(Vec<A> xhat, Vec<A> weight, Vec<A> bias) {
+  if constexpr (!kBias) {
+    return xhat * weight;
+  }
   const Vec<A> result = fma(xhat, weight, bias);
   if constexpr (!kFusedMultiplyAdd) {  // the product alone may leave the range although the sum does not
     const Vec<A> quarter = (xhat * A(0.25)) * weight + bias * A(0.25);
@@ -186,89 +225,105 @@ ALLFINITE_INLINE Vec<A> affine(Vec<A> xhat, Vec<A> weight, Vec<A> bias) {
   return result;
 }
 
-// A block at once, for rows in the cache: weight and bias are loaded once.
-template <class A, class T>
-void write_block(const A* const* x, const A* weight, const A* bias, T* y, int64_t n, const RowStats<A>* stats) {
-  Normalise<A> normalise[kRows];
-  for (int r = 0; r < kRows; ++r) {
-    normalise[r] = Normalise<A>(stats[r]);
+// What is fetched while a block is written: the inputs of the next.
+template <class T, class X>
+struct Ahead {
+  const T* x;
+  const X* residual;
+};
+
+// y of kCount rows, for which weight and bias are loaded once. S: of the rows at x; X: of what is fetched ahead.
+template <Place kPlace, int kCount, bool kCentred, class A, class S, class T, class X>
+void write_rows(const S* const* x, const A* weight, const A* bias, T* y, int64_t n, const RowStats<A>* stats,
+                const Ahead<T, X>& ahead) {
+  Normalise<kCentred, A> normalise[kCount];
+  for (int r = 0; r < kCount; ++r) {
+    normalise[r] = Normalise<kCentred, A>(stats[r]);
   }
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    const Vec<A> g = load_lanes<A>(weight + i, count), b = load_lanes<A>(bias + i, count);
-    Vec<A> v[kRows];
-    for (int r = 0; r < kRows; ++r) {  // before the first store: one at the same offset in a page would delay them
+    const Vec<A> g = load_lanes<A>(weight + i, count);
+    const Vec<A> b = kCentred ? load_lanes<A>(bias + i, count) : Vec<A>{};
+    Vec<A> v[kCount];
+    for (int r = 0; r < kCount; ++r) {  // before the first store: one at the same offset in a page would delay them
       v[r] = load_lanes<A>(x[r] + i, count);
     }
-    for (int r = 0; r < kRows; ++r) {
-      store_lanes(y + r * n + i, affine<A>(normalise[r](v[r]), g, b), count);
+    for (int r = 0; r < kCount; ++r) {
+      store_output<kPlace>(y + r * n + i, affine<kCentred, A>(normalise[r](v[r]), g, b), count);
+      prefetch<kPlace>(ahead.x, r * n + i);
+      if (ahead.residual) {
+        prefetch<kPlace>(ahead.residual, r * n + i);
+      }
     }
   });
 }
 
-// One row, while the input of `ahead` later elements is fetched.
-template <Place kPlace, class A, class T>
-void write_row(const A* x, const A* weight, const A* bias, T* y, int64_t n, const RowStats<A>& stats, const T* input,
-               int64_t ahead) {
-  const Normalise<A> normalise(stats);
+// x + residual, rounded to X and stored; what is read again soon is in `kept`, which is `sum` itself where that stays
+// in the caches.
+template <Place kPlace, class A, class T, class X>
+void add_residual(const T* x, const X* residual, X* sum, int64_t n, X* kept) {
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    const Vec<A> xhat = normalise(load_lanes<A>(x + i, count));
-    const Vec<A> result = affine<A>(xhat, load_lanes<A>(weight + i, count), load_lanes<A>(bias + i, count));
-    store_output<kPlace>(y + i, result, count);
-    prefetch<kPlace>(input, i + ahead);
+    const Vec<A> total = load_lanes<A>(x + i, count) + load_lanes<A>(residual + i, count);
+    if constexpr (kPlace == Place::kStreamed) {
+      store_lanes(kept + i, total, count);
+    }
+    store_output<kPlace>(sum + i, total, count);
   });
-}
-
-// x + residual, rounded to X and stored; and the same as A, in `sum` or in `buffer`.
-template <class A, class T, class X>
-const A* add_residual(const T* x, const X* residual, X* sum, int64_t n, A* buffer) {
-  for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    store_lanes(sum + i, load_lanes<A>(x + i, count) + load_lanes<A>(residual + i, count), count);
-  });
-  return widened(static_cast<const X*>(sum), n, buffer);
 }
 
 // T: of x and y. X: of what is normalised.
-template <Sum kSum, class T, class X>
+template <Place kPlace, Sum kSum, class T, class X>
 void forward_rows(const NormForwardArgs& a) {
   using A = Accumulate<T>;
+  constexpr bool kCentred = kSum != Sum::kNone;
   const int64_t n = a.n, stride = norm_row_bytes(n, a.dtype) / static_cast<int64_t>(sizeof(A));
   A* scratch = static_cast<A*>(a.scratch);
   const A* weight = parameter<A>(a.weight, a.weight_dtype, n, A(1), scratch);
-  const A* bias = parameter<A>(a.bias, a.weight_dtype, n, A(0), scratch + stride);
-  const Place place = place_of(a.rows, n * static_cast<int64_t>(sizeof(T)), a.y);
+  const A* bias = kCentred ? parameter<A>(a.bias, a.weight_dtype, n, A(0), scratch + stride) : nullptr;
   for (int64_t first = a.begin; first < a.end; first += kRows) {
     const int count = a.end - first < kRows ? static_cast<int>(a.end - first) : kRows;
+    const T* x = static_cast<const T*>(a.x) + first * n;
+    const X* residual = static_cast<const X*>(a.residual);
     T* y = static_cast<T*>(a.y) + first * n;
-    const A* values[kRows];
+    const X* values[kRows];
+    A* buffer[kRows];
     RowStats<A> stats[kRows];
     double variance[kRows];
+    bool rescued[kRows];
     for (int r = 0; r < count; ++r) {
-      const int64_t at = (first + r) * n;
-      A* buffer = scratch + (2 + r) * stride;
-      const T* x = static_cast<const T*>(a.x) + at;
-      values[r] = a.residual
-                      ? add_residual(x, static_cast<const X*>(a.residual) + at, static_cast<X*>(a.sum) + at, n, buffer)
-                      : widened(x, n, buffer);
+      buffer[r] = scratch + (2 + r) * stride;
+      if (residual) {
+        X* sum = static_cast<X*>(a.sum) + (first + r) * n;
+        X* kept = kPlace == Place::kStreamed ? reinterpret_cast<X*>(scratch + (2 + kRows + r) * stride) : sum;
+        add_residual<kPlace, A>(x + r * n, residual + (first + r) * n, sum, n, kept);
+        values[r] = kept;
+      } else {
+        values[r] = reinterpret_cast<const X*>(x + r * n);  // X is T
+      }
     }
     for (int r = 0; r < count; ++r) {  // apart, so that the scalar end of a row overlaps with the next row's sums
-      stats[r] = row_stats<kSum>(values[r], n, A(1), a.eps, variance[r]);
+      stats[r] = row_stats<kSum, A>(values[r], n, A(1), a.eps, variance[r]);
     }
+    bool plain = count == kRows;
     for (int r = 0; r < count; ++r) {
-      values[r] = rescued<kSum>(values[r], n, a.eps, variance[r], scratch + (2 + r) * stride, stats[r]);
+      rescued[r] = rescue<kSum>(values[r], n, a.eps, variance[r], buffer[r], stats[r]);
       write_stats(a.stats, first + r, a.rms, stats[r]);
+      plain = plain && !rescued[r];
     }
-    if (place == Place::kCached && count == kRows) {
-      write_block(values, weight, bias, y, n, stats);
+    const Ahead<T, X> ahead = {x + kRows * n, residual ? residual + (first + kRows) * n : nullptr};
+    if (plain) {
+      write_rows<kPlace, kRows, kCentred>(values, weight, bias, y, n, stats, ahead);
       continue;
     }
     for (int r = 0; r < count; ++r) {
-      const T* input = static_cast<const T*>(a.x) + (first + r) * n;
-      visit_place(place, [&](auto p) {
-        write_row<decltype(p)::value>(values[r], weight, bias, y + r * n, n, stats[r], input, kRows * n);
-      });
+      const A* scaled = buffer[r];
+      if (rescued[r]) {
+        write_rows<kPlace, 1, kCentred>(&scaled, weight, bias, y + r * n, n, stats + r, ahead);
+      } else {
+        write_rows<kPlace, 1, kCentred>(values + r, weight, bias, y + r * n, n, stats + r, ahead);
+      }
     }
   }
-  if (place == Place::kStreamed) {
+  if (kPlace == Place::kStreamed) {
     finish_streaming();
   }
 }
@@ -280,7 +335,12 @@ void norm_forward(const NormForwardArgs& args) {
     using T = typename decltype(t)::type;
     using X = typename decltype(x)::type;
     constexpr Sum kSum = sizeof(X) == 2 ? Sum::kShort : Sum::kAny;
-    args.rms ? forward_rows<Sum::kNone, T, X>(args) : forward_rows<kSum, T, X>(args);
+    const Place place =
+        place_of(args.rows, args.n * static_cast<int64_t>(sizeof(T)), args.residual ? 4 : 2, args.y, args.sum);
+    visit_place(place, [&](auto p) {
+      constexpr Place kPlace = decltype(p)::value;
+      args.rms ? forward_rows<kPlace, Sum::kNone, T, X>(args) : forward_rows<kPlace, kSum, T, X>(args);
+    });
   });
 }
 

@@ -1,6 +1,5 @@
 // What the forward and the backward of the norms share about one row: its statistics, xhat, and rows and parameters of
-// any storage type as rows of the compute type. So the passes over a row exist once a compute type, and only loads and
-// stores once a storage type.
+// any storage type as rows of the compute type.
 #pragma once
 #include "cpu/norm.h"
 #include "cpu/simd.h"
@@ -9,29 +8,35 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-// Where the rows of a call lie, by the bytes of one tensor of it: in a core's own cache; beyond it, so that the next
-// rows are fetched ahead; so far beyond it that outputs go past the caches (a line is then not read before it is
-// written).
+// Where the rows of a call lie, by the bytes of one of its `tensors` tensors: in a core's own cache; beyond it, so that
+// the next rows are fetched ahead; so far beyond it that outputs go past the caches (a line is then not read before it
+// is written).
 enum class Place { kCached, kFar, kStreamed };
-inline Place place_of(int64_t rows, int64_t row_bytes, const void* output, const void* other_output = nullptr) {
+inline Place place_of(int64_t rows, int64_t row_bytes, int tensors, const void* output,
+                      const void* other_output = nullptr) {
   const bool aligned =
       (row_bytes | reinterpret_cast<intptr_t>(output) | reinterpret_cast<intptr_t>(other_output)) % kVectorBytes == 0;
   const int64_t bytes = rows * row_bytes;
-  return bytes <= int64_t{1} << 20              ? Place::kCached
+  return bytes * tensors <= int64_t{2} << 20    ? Place::kCached
          : bytes >= int64_t{8} << 20 && aligned ? Place::kStreamed
                                                 : Place::kFar;
 }
 
-// Of the row times `scale`, a power of two. rms_norm: both means are 0.
+// Of the row times `scale`, a power of two; rstd times 2^exponent. rms_norm: both means are 0. An exponent is needed
+// where xhat is 0 and 1 / sqrt(eps) beyond the type: there the scale is 1, and -exponent is stored in its place.
 template <class A>
 struct RowStats {
   A mean_hi, mean_lo, rstd, scale;
+  int exponent;
 };
 
 template <class A>
 RowStats<A> read_stats(const void* stats, int64_t row, bool rms) {
   const A* s = static_cast<const A*>(stats) + row * norm_stats(rms);
-  return rms ? RowStats<A>{0, 0, s[0], s[1]} : RowStats<A>{s[0], s[1], s[2], s[3]};
+  const A scale = s[rms ? 1 : 3];
+  const bool apart = scale < 0;
+  return {rms ? A(0) : s[0], rms ? A(0) : s[1], s[rms ? 0 : 2], apart ? A(1) : scale,
+          apart ? static_cast<int>(-scale) : 0};
 }
 
 template <class A>
@@ -42,13 +47,13 @@ void write_stats(void* stats, int64_t row, bool rms, const RowStats<A>& s) {
     *to++ = s.mean_lo;
   }
   to[0] = s.rstd;
-  to[1] = s.scale;
+  to[1] = s.exponent ? static_cast<A>(-s.exponent) : s.scale;
 }
 
-// xhat = (x - mean) * rstd of x times scale. x - mean_hi is exact or nearly so where x is close to the mean, and then
-// only one more rounding follows. In double, where the mean of a constant row need not be a number of its own, both
-// parts of the mean are subtracted first, so that such a row gives exactly 0.
-template <class A>
+// xhat = (x - mean) * rstd of x times scale (kCentred: layer_norm). x - mean_hi is exact or nearly so where x is close
+// to the mean, and then only one more rounding follows. In double, where the mean of a constant row need not be a
+// number of its own, both parts of the mean are subtracted first, so that such a row gives exactly 0.
+template <bool kCentred, class A>
 class Normalise {
  public:
   ALLFINITE_INLINE Normalise() = default;
@@ -57,7 +62,9 @@ class Normalise {
         low_(splat(std::is_same_v<A, float> ? -s.mean_lo * s.rstd : s.mean_lo)),
         rstd_(splat(s.rstd)) {}
   ALLFINITE_INLINE Vec<A> operator()(Vec<A> x) const {
-    if constexpr (std::is_same_v<A, float>) {
+    if constexpr (!kCentred) {
+      return x * rstd_;
+    } else if constexpr (std::is_same_v<A, float>) {
       return fma(x - mean_, rstd_, low_);
     } else {
       return ((x - mean_) - low_) * rstd_;

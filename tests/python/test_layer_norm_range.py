@@ -1,5 +1,7 @@
 """F1, F2 and F7 of layer_norm: the whole input range, NaN and infinity, rows on the edge."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,6 +159,33 @@ def test_f1_the_ends_of_each_dtype(dtype):
                 assert_within_one_ulp(y[:1], exact.value, exact.terms)
 
 
+def times_power_of_two(t, exponent):
+    """t * 2^exponent, whose factor may itself be beyond double."""
+    for _ in range(3):
+        t = t * 2.0 ** (exponent // 4)
+    return t * 2.0 ** (exponent - 3 * (exponent // 4))
+
+
+@pytest.mark.parametrize("exponent", [-1074, -1060, -1000, -900, -600, 600, 900, 1019])
+@pytest.mark.parametrize("eps", [0.0, 1e-300, 1e-5, 0.5])
+def test_f1_fp64_rows_of_any_magnitude(exponent, eps):
+    """F1: eps times the square of a row's power of two left double's range: y was 0 beside an ordinary eps."""
+    unit, dy = torch.randint(-9, 10, (4, 33)).double(), torch.randn(4, 33, dtype=torch.float64)
+    result = run_layer_norm(times_power_of_two(unit, exponent), (33,), None, None, eps, dy)
+    if eps == 0 or 2 * exponent - 120 > math.log2(eps):  # eps is lost beside the variance
+        exact = layer_norm_reference(unit, (33,), eps=0.0, dy=dy)
+        y, dx, terms = exact["y"].value, exact["dx"].value, exact["dx"].terms
+        dx, terms = times_power_of_two(dx, -exponent), times_power_of_two(terms, -exponent)
+    else:  # the other way round
+        y = times_power_of_two((unit - unit.mean(1, keepdim=True)) / math.sqrt(eps), exponent)
+        dx = (dy - dy.mean(1, keepdim=True)) / math.sqrt(eps)
+        terms = dx.abs().max() + 0 * dx
+    # Some eight roundings of 2^-53 each; below 2^-1022 there are fewer digits.
+    assert (result["y"] - y).abs().max() <= 2**-49 * y.abs().max() + 2**-1073
+    fits = terms.isfinite()
+    assert (result["dx"] - dx)[fits].abs().le(2**-49 * terms[fits] + 2**-1073).all()
+
+
 # --- F2: nothing hidden, nothing spread
 
 
@@ -266,14 +295,46 @@ def test_f7_constant_pair_rows():
     assert torch.equal(allfinite.layer_norm(x, (2,), eps=1e-6), torch.zeros(2, 2))
 
 
-@pytest.mark.parametrize("eps", [1e-80, 1e-300])
-def test_f7_tiny_eps(eps):
-    """F7: 1 / sqrt(eps) beyond fp32 times a deviation of 0 is 0, not NaN; other rows do not notice such an eps."""
-    bias = torch.randn(9)
-    result = run_layer_norm(torch.full((2, 9), 0.3), (9,), None, bias, eps, torch.randn(2, 9))
-    assert torch.equal(result["y"], bias.expand(2, 9))
-    assert not result["dx"].isnan().any()
-    assert_layer_norm_accurate(torch.randn(2, 9), (9,), None, bias, eps, torch.randn(2, 9))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("eps", [1e-5, 1e-36, 1e-70, 1e-80, 1e-150, 1e-300])
+@pytest.mark.parametrize("value", ["max", "lowest", "subnormal", -299008.0, 0.3, 0.0])
+def test_f1_dx_of_a_constant_row_keeps_eps(dtype, eps, value):
+    """F1: dx = (g - mean g) / sqrt(eps) whatever the row's number.
+
+    The power of two of a rescued row lost eps (bf16 rows of the largest number gave dx = g), and 1 / sqrt(eps) beyond
+    fp32 was a saturated number.
+    """
+    info = torch.finfo(dtype)
+    numbers = {"max": info.max, "lowest": info.min, "subnormal": info.smallest_normal * info.eps}
+    number = numbers.get(value, value)
+    x = torch.full((3, 16), max(number, info.min), dtype=dtype)
+    dy = torch.tensor([0, 0, 0, 0.5, 0, 0, 0, 0.5, 0, 0, 0, 0, 1, -0.25, 0.25, -0.25]).repeat(3, 1)
+    dy = (dy * torch.tensor([[1.0], [2.0**-20], [0.0]])).to(dtype)
+    bias = torch.randn(16).to(dtype)
+    result = run_layer_norm(x, (16,), None, bias, eps, dy)
+    assert torch.equal(result["y"], bias.expand(3, 16))
+    exact = (dy.double() - dy.double().mean(1, keepdim=True)) / math.sqrt(eps)
+    assert_within_one_ulp(result["dx"], exact, exact.abs().amax(1, keepdim=True) + 0 * exact)
+
+
+def test_f7_tiny_eps_beside_other_rows():
+    """F7: rows with a variance do not notice an eps beyond fp32."""
+    for eps in (1e-80, 1e-300):
+        assert_layer_norm_accurate(torch.randn(2, 9), (9,), None, torch.randn(9), eps, torch.randn(2, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_f1_a_large_rstd_beside_a_gradient_that_cancels_it(dtype):
+    """F1: the norm's dx is beyond the range, its sum with the gradient of residual_out is not."""
+    big = torch.finfo(dtype).max
+    x = torch.full((1, 2), 3.0, dtype=dtype, requires_grad=True)
+    residual = torch.zeros(1, 2, dtype=dtype)
+    rstd = 2.0**100
+    dy = torch.tensor([[big / rstd * 1.5, -big / rstd * 1.5]], dtype=dtype)
+    dsum = torch.tensor([[-big, big]], dtype=dtype)
+    outputs = allfinite.add_layer_norm(x, residual, (2,), eps=rstd**-2)
+    (dx,) = torch.autograd.grad(outputs, x, (dy, dsum))
+    assert torch.allclose(dx, torch.tensor([[0.5 * big, -0.5 * big]], dtype=dtype), rtol=2**-21, atol=0)
 
 
 def test_f7_huge_eps():

@@ -1,5 +1,7 @@
 """F1, F2 and F7 of rms_norm: the whole input range, NaN and infinity, rows on the edge."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -225,3 +227,38 @@ def test_f7_eps_beyond_fp32(eps):
         assert_rms_norm_accurate(x, (9,), None, eps, dy)
     else:
         assert torch.equal(run_rms_norm(x, (9,), None, eps, dy)["dx"], torch.zeros(2, 9))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("eps", [1e-36, 1e-70, 1e-80, 1e-150, 1e-300])
+def test_f1_dx_of_a_row_of_zeros_keeps_eps(dtype, eps):
+    """F1: dx = g / sqrt(eps), infinite where that is beyond the range, and never a saturated number."""
+    dy = torch.tensor([[1.0, -0.5, 0.0, 2.0**-20]]).to(dtype)
+    x = torch.zeros(1, 4, dtype=dtype)
+    exact = dy.double() / math.sqrt(eps)
+    assert_within_one_ulp(run_rms_norm(x, (4,), None, eps, dy)["dx"], exact, exact.abs())
+    residual = x.clone().requires_grad_()
+    outputs = allfinite.add_rms_norm(x, residual, (4,), eps=eps)
+    (dresidual,) = torch.autograd.grad(outputs, residual, (dy, dy))
+    assert_within_one_ulp(dresidual, exact + dy.double(), exact.abs() + dy.double().abs())
+
+
+@pytest.mark.parametrize("exponent", [-1074, -1060, -1000, -600, 600, 900, 1019])
+def test_f1_fp64_rows_of_any_magnitude(exponent):
+    """F1: eps times the square of a row's power of two left double's range."""
+    unit = torch.randint(-9, 10, (4, 33)).double()
+    x = unit * 2.0 ** (exponent // 2) * 2.0 ** (exponent - exponent // 2)
+    exact = rms_norm_reference(unit, (33,), eps=0.0)["y"]
+    assert_relative_l2(allfinite.rms_norm(x, (33,), eps=0.0), exact.value, 2**-50, exact.terms)
+    if exponent < 0:
+        y = unit / math.sqrt(1e-5) * 2.0 ** (exponent // 2) * 2.0 ** (exponent - exponent // 2)
+        assert (allfinite.rms_norm(x, (33,), eps=1e-5) - y).abs().max() <= 2**-50 * y.abs().max() + 2**-1073
+
+
+def test_f1_fp64_column_sums_leave_the_range_and_come_back():
+    """F1: the sum of the first rows of a column overflows double, the whole does not."""
+    big = torch.finfo(torch.float64).max
+    dy = torch.tensor([big, big, -big, -0.5 * big], dtype=torch.float64).unsqueeze(1).expand(4, 2).contiguous()
+    x, weight = torch.ones(4, 2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    dweight = run_rms_norm(x, (2,), weight, 0.0, dy)["dweight"]
+    assert torch.allclose(dweight, torch.full((2,), 0.5 * big, dtype=torch.float64), rtol=2**-50, atol=0)

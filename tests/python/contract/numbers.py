@@ -22,24 +22,24 @@ FINITE_SPECIALS = SPECIALS[:8]
 LAYOUTS = ("contiguous", "misaligned", "every second", "padded", "transposed", "expanded")
 
 
-# float64 stays within 2^-450 and 2^450, where squares, and products with an eps, are in its own range: the whole range
-# is promised for the narrower dtypes.
+# Of ops that promise the whole range of the narrower dtypes only, float64 stays within 2^-450 and 2^450, where squares
+# are in its own range. `whole` in what follows: the op promises float64's range as well.
 FLOAT64_REACH = 450
 
 
 @cache
-def reach(dtype: torch.dtype) -> tuple[int, int]:
+def reach(dtype: torch.dtype, whole: bool = False) -> tuple[int, int]:
     """The lowest (subnormals included) and the highest power of two that tensors of ``dtype`` hold."""
-    if dtype == torch.float64:
+    if dtype == torch.float64 and not whole:
         return -FLOAT64_REACH, FLOAT64_REACH
     info = torch.finfo(dtype)
     return int(np.frexp(info.smallest_normal * info.eps)[1]) - 1, int(np.frexp(info.max)[1]) - 1
 
 
 @cache
-def largest(dtype: torch.dtype) -> float:
+def largest(dtype: torch.dtype, whole: bool = False) -> float:
     """The largest number that tensors of ``dtype`` hold."""
-    return 2.0**FLOAT64_REACH if dtype == torch.float64 else torch.finfo(dtype).max
+    return 2.0**FLOAT64_REACH if dtype == torch.float64 and not whole else torch.finfo(dtype).max
 
 
 class Fill(NamedTuple):
@@ -51,18 +51,18 @@ class Fill(NamedTuple):
 
 
 @cache
-def exponents(dtype: torch.dtype) -> st.SearchStrategy[int]:
+def exponents(dtype: torch.dtype, whole: bool = False) -> st.SearchStrategy[int]:
     """Powers of two: in half of the cases 0, else any that ``dtype`` reaches."""
-    low, high = reach(dtype)
+    low, high = reach(dtype, whole)
     return st.integers(low, 2 * high - low).map(lambda e: e if e <= high else 0)
 
 
 @cache
-def fills(dtype: torch.dtype, finite: bool = False) -> st.SearchStrategy[Fill]:
+def fills(dtype: torch.dtype, finite: bool = False, whole: bool = False) -> st.SearchStrategy[Fill]:
     """Every kind of content for a tensor of ``dtype``."""
     specials = FINITE_SPECIALS if finite else SPECIALS
     kinds = st.sampled_from([(spread, special) for special in specials for spread in SPREADS])
-    return st.builds(lambda kind, exponent: Fill(kind[0], exponent, kind[1]), kinds, exponents(dtype))
+    return st.builds(lambda kind, exponent: Fill(kind[0], exponent, kind[1]), kinds, exponents(dtype, whole))
 
 
 def numbers(rng: np.random.Generator, shape: Sequence[int], fill: Fill, limits: tuple[int, int]) -> Array:
@@ -89,11 +89,11 @@ def numbers(rng: np.random.Generator, shape: Sequence[int], fill: Fill, limits: 
     return np.ldexp(values, fill.exponent)
 
 
-def place_special(rng: np.random.Generator, t: Tensor, special: str) -> None:
+def place_special(rng: np.random.Generator, t: Tensor, special: str, whole: bool = False) -> None:
     """Writes special values into a few places of a contiguous tensor, or all over one of its rows."""
     if special == "none" or t.numel() == 0:
         return
-    big, small = largest(t.dtype), 2.0 ** reach(t.dtype)[0]
+    big, small = largest(t.dtype, whole), 2.0 ** reach(t.dtype, whole)[0]
     flat = t.view(-1)
     row = t.shape[-1] if t.dim() else 1
     if rng.random() < 0.25:
@@ -130,11 +130,17 @@ def lay_out(t: Tensor, layout: str) -> Tensor:
 
 
 def make(
-    rng: np.random.Generator, shape: Sequence[int], dtype: torch.dtype, fill: Fill, layout: str = "contiguous"
+    rng: np.random.Generator,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    fill: Fill,
+    layout: str = "contiguous",
+    whole: bool = False,
 ) -> Tensor:
     """A tensor of ``dtype``. Without a special value it is finite: numbers beyond the range become the largest."""
-    big = largest(dtype)
-    exact = numbers(rng, shape, fill, reach(dtype))
+    big = largest(dtype, whole)
+    with np.errstate(over="ignore"):  # float64 beyond its range becomes the largest, too
+        exact = numbers(rng, shape, fill, reach(dtype, whole))
     t = torch.from_numpy(np.array(np.clip(exact, -big, big))).to(dtype)
-    place_special(rng, t, fill.special)
+    place_special(rng, t, fill.special, whole)
     return lay_out(t, layout)
