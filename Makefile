@@ -1,6 +1,8 @@
 # make train   sets everything up and runs the main job        (ARGS="--recipe stock" passes options on)
-# make test    sets everything up and runs all tests           (ARGS="-k layer_norm" goes to pytest)
+# make test    sets everything up and runs all tests           (ARGS="-k layer_norm" goes to pytest; SANITIZE=1: and
+#              what make sanitize does, into the same count)
 # make fuzz    random inputs against the numerics contract     (N=100000 cases; ARGS="--ops layer_norm --seed 7")
+# make sanitize  the CPU kernels under sanitizers, in every instruction set of this processor (needs g++)
 # make build   the set-up alone: .venv with torch, and the build
 # make lint    the formatters and type checks
 #
@@ -11,6 +13,7 @@ VENV ?= .venv
 BUILD ?= build
 ARGS ?=
 N ?= 1000000
+SANITIZE ?=
 
 BIN := $(VENV)/bin
 CMAKE := $(BIN)/cmake
@@ -21,7 +24,7 @@ INSTALLED_TORCH = "torch==$$($(BIN)/python -c 'from importlib.metadata import ve
 # pip's complaints about the version of pip are no news to anybody.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: build test fuzz train lint clean
+.PHONY: build test sanitize sanitized_library fuzz train lint clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.torch:
@@ -49,12 +52,20 @@ $(VENV)/.test: $(VENV)/.package
 	@$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]" $(INSTALLED_TORCH)
 	@touch $@
 
-test: build $(VENV)/.test
+test: build $(VENV)/.test $(if $(SANITIZE),sanitized_library)
 	@scripts/require_system.sh test
 	@echo "AllFinite: building the C++ tests"
 	@$(CMAKE) -S . -B $(BUILD) -DALLFINITE_TESTS=ON >/dev/null
 	@$(CMAKE) --build $(BUILD)
-	@$(BIN)/python scripts/run_tests.py $(BUILD) $(ARGS)
+	@$(BIN)/python scripts/run_tests.py $(BUILD) $(if $(SANITIZE),--sanitize) $(ARGS)
+
+sanitized_library: build
+	@echo "AllFinite: building the CPU kernels with sanitizers"
+	@$(CMAKE) -S . -B $(BUILD) -DALLFINITE_SANITIZE=ON >/dev/null
+	@$(CMAKE) --build $(BUILD) --target allfinite_sanitized
+
+sanitize: sanitized_library $(VENV)/.test
+	@$(BIN)/python scripts/run_sanitized.py $(BUILD)
 
 fuzz: build $(VENV)/.test
 	@PYTHONPATH=tests/python $(BIN)/python -m contract --cases $(N) --summary $(BUILD)/fuzz/summary.md $(ARGS)

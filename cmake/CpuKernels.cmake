@@ -21,17 +21,19 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   list(APPEND avx512_flags -Wno-maybe-uninitialized)
 endif()
 
-foreach(isa IN LISTS ALLFINITE_CPU_CAPABILITIES)
-  add_library(allfinite_kernels_cpu_${isa} OBJECT ${ALLFINITE_CPU_KERNELS})
-  allfinite_compile_rules(allfinite_kernels_cpu_${isa})
-  target_compile_features(allfinite_kernels_cpu_${isa} PRIVATE cxx_std_20)
-  target_compile_definitions(allfinite_kernels_cpu_${isa} PRIVATE ALLFINITE_ISA=${isa}
-                                                                  ALLFINITE_ISA_IS_${isa}=1)
+function(allfinite_cpu_kernel_rules target isa)
+  allfinite_compile_rules(${target})
+  target_compile_features(${target} PRIVATE cxx_std_20)
+  target_compile_definitions(${target} PRIVATE ALLFINITE_ISA=${isa} ALLFINITE_ISA_IS_${isa}=1)
   # -Wno-psabi: vectors are passed between inlined functions only, so no calling convention is at stake.
   # -ffp-contract=off: a fused multiply-add is written as fma(), so that every path of a kernel rounds alike.
   # -fno-trapping-math: no floating-point exception flag is read, and selections may then become masks.
-  target_compile_options(allfinite_kernels_cpu_${isa} PRIVATE -O3 ${${isa}_flags} -Wno-psabi -fno-trapping-math
-                                                                  -ffp-contract=off)
-  target_include_directories(allfinite_kernels_cpu_${isa} PRIVATE csrc)
+  target_compile_options(${target} PRIVATE -O3 ${${isa}_flags} -Wno-psabi -fno-trapping-math -ffp-contract=off)
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
+endfunction()
+
+foreach(isa IN LISTS ALLFINITE_CPU_CAPABILITIES)
+  add_library(allfinite_kernels_cpu_${isa} OBJECT ${ALLFINITE_CPU_KERNELS})
+  allfinite_cpu_kernel_rules(allfinite_kernels_cpu_${isa} ${isa})
   list(APPEND ALLFINITE_CPU_OBJECTS $<TARGET_OBJECTS:allfinite_kernels_cpu_${isa}>)
 endforeach()

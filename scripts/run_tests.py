@@ -1,44 +1,19 @@
 """Runs the C++ tests (CTest) and the Python tests (pytest) of a build and closes with `N passed, N failed`.
 
-python scripts/run_tests.py BUILD_DIR [arguments for pytest]
+python scripts/run_tests.py BUILD_DIR [--sanitize] [arguments for pytest]
+
+--sanitize: and the kernels under sanitizers (run_sanitized.py), into the same count.
 """
 
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
 from pathlib import Path
 
+import run_sanitized
+from junit import Count, count
+
 ROOT = Path(__file__).parent.parent
-
-
-@dataclass
-class Count:
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-
-    def add(self, other: "Count") -> None:
-        self.passed += other.passed
-        self.failed += other.failed
-        self.skipped += other.skipped
-
-
-def count(results: Path) -> Count:
-    """The cases of one JUnit file; a file that is missing or torn (a crash) is one failure."""
-    total = Count()
-    try:
-        cases = list(ElementTree.parse(results).iter("testcase"))
-    except (OSError, ElementTree.ParseError):
-        return Count(failed=1)
-    for case in cases:
-        if case.find("failure") is not None or case.find("error") is not None:
-            total.failed += 1
-        elif case.find("skipped") is not None or case.get("status") in ("disabled", "notrun"):
-            total.skipped += 1
-        else:
-            total.passed += 1
-    return total
 
 
 def run_ctest(build: Path) -> Count:
@@ -76,11 +51,15 @@ def run_pytest(build: Path, arguments: list[str]) -> Count:
 
 
 def main() -> int:
-    build = Path(sys.argv[1]).resolve()
+    build, arguments = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    sanitize = "--sanitize" in arguments
+    if sanitize:
+        arguments.remove("--sanitize")
     total = run_ctest(build)
-    total.add(run_pytest(build, sys.argv[2:]))
-    skipped = f", {total.skipped} skipped" if total.skipped else ""
-    print(f"{total.passed} passed, {total.failed} failed{skipped}", flush=True)
+    total.add(run_pytest(build, arguments))
+    if sanitize:
+        total.add(run_sanitized.run(build))
+    print(total, flush=True)
     return 1 if total.failed or not total.passed else 0
 
 

@@ -90,6 +90,13 @@ TORCH_LIBRARY_IMPL(allfinite, ADInplaceOrView, m) {
 TORCH_LIBRARY_IMPL(allfinite, Meta, m) {
   m.impl("update_scale_", update_scale_meta);
 }
+// For the message.
+TORCH_LIBRARY_IMPL(allfinite, SparseCPU, m) {
+  m.impl("update_scale_", update_scale_meta);
+}
+TORCH_LIBRARY_IMPL(allfinite, SparseCsrCPU, m) {
+  m.impl("update_scale_", update_scale_meta);
+}
 TORCH_LIBRARY_IMPL(allfinite, CPU, m) {
   m.impl("update_scale_", update_scale_cpu);
 }

@@ -95,13 +95,6 @@ def test_a_norm_that_is_not_finite_is_returned_and_changes_nothing(dtype: torch.
         torch.testing.assert_close(grad, old, rtol=0, atol=0, equal_nan=True)
 
 
-def test_error_if_nonfinite_raises_before_anything_is_written() -> None:
-    grads = [torch.ones(2), torch.tensor([INF])]
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_: expected a finite norm of order 2.0, but got inf"):
-        allfinite.clip_grad_norm_(with_grads(grads), 0.1, error_if_nonfinite=True)
-    assert grads[0].tolist() == [1, 1]
-
-
 def test_nothing_is_written_below_the_limit() -> None:
     """A factor of 1 must not even count as a write: -0 and NaN payloads stay, and inference tensors work."""
     grads = [torch.tensor([-0.0, 0.25, 1e-45])]
@@ -217,27 +210,3 @@ def test_compiles_and_exports() -> None:
     compiled = torch.compile(Clip(), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(torch.export.export(Clip(), (x,)).module()(x), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("grads", "max_norm", "order", "error", "match"),
-    [
-        ([torch.ones(2)], -1.0, 2, ValueError, "clip_grad_norm_: expected max_norm >= 0, but got -1.0"),
-        ([torch.ones(2)], NAN, 2, ValueError, "clip_grad_norm_: expected max_norm >= 0, but got nan"),
-        ([torch.ones(2)], 1.0, 0, ValueError, "get_total_norm: expected norm_type > 0, but got 0"),
-        ([torch.ones(2)], 1.0, -INF, ValueError, "get_total_norm: expected norm_type > 0, but got -inf"),
-        (
-            [torch.ones(2), torch.ones(2, 2).to_sparse()],
-            1.0,
-            2,
-            NotImplementedError,
-            r"expected tensors\[1\] to be a dense \(strided\) tensor, but got layout Sparse",
-        ),
-    ],
-)
-def test_bad_arguments_write_nothing(
-    grads: list[Tensor], max_norm: float, order: float, error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        allfinite.clip_grad_norm_(with_grads(grads), max_norm, order)
-    assert grads[0].tolist() == [1, 1]

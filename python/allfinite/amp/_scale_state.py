@@ -121,7 +121,8 @@ class ScaleState(torch.amp.GradScaler):
             return
         if not state_dict:
             raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+                "allfinite.amp.GradScaler: expected the state of an enabled GradScaler, but got none: The source state "
+                "dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
         scale = _checks.scale("scale", state_dict["scale"])
         growth_tracker = _checks.tracker(state_dict["_growth_tracker"])

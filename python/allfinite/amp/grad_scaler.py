@@ -162,9 +162,15 @@ class GradScaler(ScaleState):
         self._check_scale_growth_tracker("unscale_")
         stage = self._state_of(optimizer)["stage"]
         if stage is OptState.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+            raise RuntimeError(
+                "allfinite.amp.GradScaler: expected one unscale_() in an iteration, but got a second: unscale_() has "
+                "already been called on this optimizer since the last update()."
+            )
         if stage is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
+            raise RuntimeError(
+                "allfinite.amp.GradScaler: expected unscale_() before step(), but got it later: unscale_() is being "
+                "called after step()."
+            )
         entries = list(_gradients.entries(optimizer))
         self._refuse_unscaled(entries)
         self._unscale(optimizer, allow_fp16=False)
@@ -198,7 +204,8 @@ class GradScaler(ScaleState):
                 assert entry.param.grad is not None
                 if not allow_fp16 and entry.param.grad.dtype is torch.float16:
                     raise ValueError(
-                        f"Attempting to unscale FP16 gradients. The gradient of {entry.label()} is float16, where "
+                        "allfinite.amp.GradScaler: expected gradients of another dtype, but got float16: Attempting to "
+                        f"unscale FP16 gradients. The gradient of {entry.label()} is float16, where "
                         "unscaled values vanish: keep the parameters in float32 and let torch.autocast cast them"
                     )
             for entry in found:
@@ -275,12 +282,18 @@ class GradScaler(ScaleState):
             self._last_step = StepResult("stepped", scale=1.0)
             return value
         if "closure" in kwargs or any(callable(argument) for argument in args):
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+            raise RuntimeError(
+                "allfinite.amp.GradScaler: expected no closure, but got one: Closure use is not currently supported if "
+                "GradScaler is enabled."
+            )
         self._place_restored(optimizer)
         self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError(
+                "allfinite.amp.GradScaler: expected one step() in an iteration, but got a second: step() has already "
+                "been called since the last update()."
+            )
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             value = self._step_fused(optimizer, state, args, kwargs)
         else:
@@ -299,7 +312,8 @@ class GradScaler(ScaleState):
             return True
         if any(True for _ in _gradients.entries(optimizer)):
             raise _checks.ScalerStateError(
-                "No inf checks were recorded for this optimizer: its gradients came after unscale_()."
+                "allfinite.amp.GradScaler: expected gradients at unscale_(), but got them later: No inf checks were "
+                "recorded for this optimizer: its gradients came after unscale_()."
             )
         return False
 
@@ -421,7 +435,10 @@ class GradScaler(ScaleState):
                 found_inf = any_found(flags, scale.device)
                 _device_ops.update_scale_(scale, growth_tracker, found_inf, self.policy)
             elif all(state["stage"] is OptState.READY for state in states):
-                raise _checks.ScalerStateError("No inf checks were recorded prior to update.")
+                raise _checks.ScalerStateError(
+                    "allfinite.amp.GradScaler: expected unscale_() or step() since the last update(), but got neither: "
+                    "No inf checks were recorded prior to update."
+                )
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _may_be_below_one(self) -> bool:

@@ -35,7 +35,11 @@ def check_arguments(
         _expect(tensor.dim() == query.dim(), f"{name} of {query.dim()} dimensions as query", list(tensor.shape))
         _expect(tensor.size(-1) == size, f"{name} of {size} features", list(tensor.shape))
     _expect(query.size(-1) == module.embed_dim, f"query of {module.embed_dim} features", list(query.shape))
-    _expect(key.shape[:-1] == value.shape[:-1], "key and value of one length and batch", [key.shape, value.shape])
+    _expect(
+        key.shape[:-1] == value.shape[:-1],
+        "key and value of one length and batch",
+        f"{list(key.shape)} and {list(value.shape)}",
+    )
 
     batched = query.dim() == 3
     batch_dim, length_dim = (0, 1) if module.batch_first and batched else (1, 0)
