@@ -6,7 +6,7 @@
 // more, and 16 n bytes a chunk of rows for the column sums. Floor: copy bandwidth. Measured on a 2-core Xeon with
 // AVX-512, one thread, beyond the caches: 12 to 24 GB/s in fp32, where a copy past the caches has 22 to 33; 8 to 15 in
 // 16 bits. Between the two: some 14 instructions a vector, as many as 10 more for 16 bits, and for long rows the column
-// accumulators and the block, which lie in the second-level cache.
+// accumulators, which lie in the second-level cache; xhat is made twice, which costs less than to keep it there.
 //
 // Rows go in blocks: one pass sums rows and columns, one writes; both widen dy and x and make xhat in registers. Row
 // sums: short fp32 chains, chains in double (row_sum.h). Column sums: fp32 over at most kFlushRows rows, then double,

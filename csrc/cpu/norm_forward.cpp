@@ -3,10 +3,10 @@
 //
 // Bytes: x read and y written once in memory (further passes over a row hit the cache): 2 b per element; with a
 // residual 2 b and twice the residual's. Floor: copy bandwidth. Measured on a 2-core Xeon with AVX-512, one thread, n
-// of 768 to 4096, beyond the caches: 17 to 24 GB/s in fp32, where a copy past the caches has 22 to 33; 12 to 19 in 16
-// bits. Between the two: in fp32 the conversions to double of the mean's sum, in 16 bits widening and rounding (bf16
-// rounds in 8 instructions a vector). Short rows (384, in cache: 36 GB/s in fp32) also wait for the scalar end of a
-// row.
+// of 768 to 4096, beyond the caches: 17 to 24 GB/s in fp32, where a copy past the caches has 22 to 33; 13 to 18 in 16
+// bits. Between the two: in fp32 the conversions to double of the mean's sum, in 16 bits widening twice and rounding
+// (bf16 rounds in 8 instructions a vector). Short rows (384, in cache: 36 GB/s in fp32) also wait for the scalar end of
+// a row; tensors of 1 MB with a residual (27 GB/s) for the third-level cache, because four of them leave the second.
 //
 // Rows of 16 bits are widened in registers, once in each pass: two rows of fp32 beside weight and bias would not stay
 // in the first-level cache. Sums: the mean in double (rows of 16-bit values: of 4 values in fp32 first, which is exact
