@@ -226,3 +226,21 @@ def test_positive_infinity_in_a_bias_shows():
     output = sdpa(q, k, v, bias)
     assert torch.isnan(output[..., 3, :]).all()
     assert torch.isfinite(output[..., :3, :]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_that_a_bool_mask_leaves_out(dtype):
+    """F5, F2: a tile of keys that nobody sees is skipped; rows that see none of it keep their bits."""
+    q, grad = torch.randn(1, 2, 200, 8).to(dtype), torch.randn(1, 2, 200, 8).to(dtype)
+    k, v = torch.randn(1, 2, 400, 8).to(dtype), torch.randn(1, 2, 400, 8).to(dtype)
+    k[:, :, 130:250] = v[:, :, 130:250] = torch.nan
+    mask = torch.rand(200, 400) < 0.7
+    mask[:, 128:256] = False
+    mask[:96, 256:] = False
+    whole = run(Case(q, k, v, grad, mask=mask))
+    part = run(Case(q[:, :, :96], k[:, :, :128], v[:, :, :128], grad[:, :, :96], mask=mask[:96, :128]))
+    assert all(torch.isfinite(t).all() for t in whole.values())
+    for name in ("output", "lse", "dq"):
+        assert_same_bits(whole[name][:, :, :96], part[name])
+    assert not whole["dk"][:, :, 128:256].any()
+    assert not whole["dv"][:, :, 128:256].any()

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 import allfinite
-from support.attention_cases import Case, assert_accurate, random_case, run
+from support.attention_cases import Case, assert_accurate, random_case, relative_l2, run
+from support.attention_reference import attention
 from support.bounds import DTYPES, assert_same_bits
 
 sdpa = allfinite.scaled_dot_product_attention
@@ -260,3 +261,32 @@ def test_f3_a_sum_of_weights_that_rounds_to_one() -> None:
     wide = q.detach().double().requires_grad_()
     (exact,) = torch.autograd.grad(torch.softmax(wide @ k.double().T, -1) @ v.double(), wide)
     assert dq.item() == exact.half().item()
+
+
+@pytest.mark.parametrize("tiny", [9e-40, 1.6e-27])
+def test_f1_gradient_of_lse_beside_tiny_values_in_every_result(tiny: float) -> None:
+    """F1, F3: in the unit of V, 2^-130 and 2^-89, a gradient of lse of 1e30 is infinite; dV keeps the digits of dO."""
+    q, k, v = torch.randn(3, 2), torch.randn(5, 2), torch.randn(5, 2) * tiny
+    bias = torch.randn(3, 5)
+    incoming = [torch.randn(3, 2), torch.tensor([1e30, 1.0, 0.0])]
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]
+    got = torch.autograd.grad(sdpa(*leaves, return_lse=True), leaves, incoming)
+    wide = [t.double().requires_grad_() for t in (q, k, v, bias)]
+    exact = attention(*wide)
+    expected = torch.autograd.grad([exact.output, exact.lse], wide, [t.double() for t in incoming])
+    for actual, want in zip(got, expected, strict=True):
+        assert relative_l2(actual, want) <= 2**-21  # sums of at most 5 terms in fp32
+    for row in (1, 2) if tiny > 1e-30 else (1,):  # each in its own unit; the last is subnormal beside 9e-40
+        assert relative_l2(got[0][row], expected[0][row]) <= 2**-20
+
+
+@pytest.mark.parametrize("exponent", [-60, -7, 30, 60])
+def test_f4_gradients_of_output_and_lse_together(exponent: int) -> None:
+    """F4: whichever of dO and the gradient of lse sets a row's unit, powers of two of both come out as they went in."""
+    leaves = [torch.randn(n, 2).mul(s).requires_grad_() for n, s in ((4, 1.0), (5, 1.0), (5, 1e-30))]
+    results = sdpa(*leaves, return_lse=True)
+    incoming = [torch.randn(4, 2), torch.tensor([1e-12, 1e-3, 1.0, 1e15])]
+    plain = torch.autograd.grad(results, leaves, incoming, retain_graph=True)
+    scaled = torch.autograd.grad(results, leaves, [t * 2.0**exponent for t in incoming])
+    for a, b in zip(plain, scaled, strict=True):
+        assert_same_bits(a.double() * 2.0**exponent, b.double())

@@ -44,7 +44,6 @@ struct AttentionPacked {
 struct AttentionPackArgs {
   AttentionTensor source;
   AttentionPacked packed;
-  const void* beside;  // A [all slices, rows] or null: values that share the row's exponent (the gradient of lse)
   int64_t begin, end;  // slices to do
 };
 
@@ -77,14 +76,16 @@ struct AttentionForwardArgs {
   int64_t begin, end;  // tasks to do: (batch, head, tile of kAttentionRows)
 };
 
-// Per row of `delta`: the sum of P dP minus grad_lse, then grad_lse; both in the row's units.
-constexpr int64_t kAttentionDelta = 2;
+// Per row of `delta`: the sum of P dP minus grad_lse, then grad_lse, both in the row's unit; then e: this unit is 2^e
+// times that of dP as the packed dO and V give it (the sum of their exponents). e is not 0 only where the gradient of
+// lse is far larger than dP, or both are small.
+constexpr int64_t kAttentionDelta = 3;
 
 struct AttentionDeltaArgs {
   AttentionProblem problem;
   const void* stats;
   const void* grad_lse;  // A [batch, heads, queries], or null
-  void* delta;           // A [batch, heads, queries, kAttentionDelta], written
+  void* delta;           // A [batch, heads, queries, kAttentionDelta], written; and kAttentionScaled in grad.state
   int64_t begin, end;    // slices (batch, head) to do
 };
 
@@ -109,6 +110,7 @@ constexpr int64_t attention_backward_scratch(const AttentionProblem& p) {
 // dQ of rows [begin, end) of each head of one (batch, kv_head): the parts added to the first in order, then written.
 struct AttentionQueryGradArgs {
   AttentionProblem problem;
+  const void* delta;
   void* parts;         // A [count, heads / kv_heads, query.padded_rows, query.padded_columns]
   int64_t count;       // of parts
   void* grad_query;    // [batch, heads, queries, depth], dtype; null: only add

@@ -44,7 +44,7 @@ class Backward {
       for (int64_t row = 0; row < p_.queries; row += kAttentionRows) {
         const RowTile t{batch_, head, row, smaller(kAttentionRows, p_.queries - row)};
         const KeyRange seen = scores().tiles(t);
-        if (seen.begin <= tile && tile < seen.end) {
+        if (seen.begin <= tile && tile < seen.end && !scores().wholly_masked(t, tile)) {
           rows(t, tile);
         }
       }
@@ -62,7 +62,8 @@ class Backward {
 
   Exponents row_exponents(const RowTile& t, int64_t r) const {
     const int grad = p_.grad.exponents[scores().packed_row(p_.grad, t) + r];
-    return {grad + p_.query.exponents[scores().packed_row(p_.query, t) + r], grad};
+    const int scores_unit = grad + tile_.more_exponent(t, r);
+    return {scores_unit + p_.query.exponents[scores().packed_row(p_.query, t) + r], grad};
   }
 
   void find_exponents() {

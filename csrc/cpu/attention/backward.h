@@ -29,28 +29,43 @@ class BackwardTile {
   // The gradient of its scores; a masked one is 0, whatever dP and delta are.
   A* gradients(int64_t r = 0) const { return gradients_ + r * kAttentionKeys; }
 
+  // The row's gradients are in a unit of 2^this times that of its dP.
+  int more_exponent(const RowTile& t, int64_t r) const {
+    return static_cast<int>(delta_[(scores_.query_slice(t) * p_.queries + t.row + r) * kAttentionDelta + 2]);
+  }
+
   void compute(const RowTile& t, int64_t tile, const Band& band) {
     scores_.dot(p_.query, p_.key, t, tile, band, weights_, kAttentionKeys);
     scores_.dot(p_.grad, p_.value, t, tile, band, gradients_, kAttentionKeys);
     const int64_t keys = scores_.keys_in(tile), first = scores_.query_slice(t) * p_.queries + t.row;
+    const bool simple = scores_.simple(t) && !Scores<A>::has(p_.value, scores_.key_slice(t), kAttentionNonFinite) &&
+                        !Scores<A>::has(p_.grad, scores_.query_slice(t), kAttentionNonFinite);
     for (int64_t r = 0; r < t.rows; ++r) {
       const Span span = scores_.span(band, r, keys);
       const A* stats = stats_ + (first + r) * (kAttentionStats + p_.value_depth);
       const A* delta = delta_ + (first + r) * kAttentionDelta;
       const A inverse = __builtin_fabs(stats[1]);
-      scores_.row_scores(t, tile, r, span, weights(r), slope(r), dropout_);
+      if (delta[2] != 0) {
+        times_power(r, span, -static_cast<int>(delta[2]));
+      }
       if (p_.dropout_p > 0) {
         scores_.drop(t, r, tile, span, gradients(r), dropout_);
       }
-      if (scores_.may_mask(span)) {
-        row_gradients<true>(r, span, stats[0], inverse, delta[0]);
+      if (simple && (delta[0] + inverse) * A(0) == 0) {
+        simple_row(t, tile, r, span, stats[0], inverse, delta[0]);
       } else {
-        row_gradients<false>(r, span, stats[0], inverse, delta[0]);
+        scores_.row_scores(t, tile, r, span, weights(r), slope(r), dropout_);
+        if (scores_.may_mask(span)) {
+          row_gradients<true>(r, span, stats[0], inverse, delta[0]);
+        } else {
+          row_gradients<false>(r, span, stats[0], inverse, delta[0]);
+        }
       }
       if (stats[1] < 0) {
         only_key(r, span, delta[1]);
       }
     }
+    clear_padding(t.rows, keys);
   }
 
   // P to what dropout leaves of it, and the gradients from the scores to the dot products: times the slope of the
@@ -73,6 +88,40 @@ class BackwardTile {
   static constexpr int64_t kMatrix = (kAttentionRows + 1) * kAttentionKeys;
 
   A* slope(int64_t r) const { return slopes_ + r * kAttentionKeys; }
+
+  // What a whole block of keys reads beyond the keys: of each row, and of the row behind the last.
+  void clear_padding(int64_t rows, int64_t keys) const {
+    const int64_t end = smaller(round_up(keys, kBlockRows), kAttentionKeys);
+    for (int64_t r = 0; r < rows; ++r) {
+      fill(weights(r), round_up(keys, kWidth<A>), end, A(0));
+      fill(gradients(r), round_up(keys, kWidth<A>), end, A(0));
+    }
+    fill(weights(rows), 0, kBlockRows, A(0));
+    fill(gradients(rows), 0, kBlockRows, A(0));
+  }
+
+  // dP from the unit that its products have to the row's.
+  void times_power(int64_t r, const Span& span, int exponent) const {
+    const A first = power_of_two<A>(exponent / 2), second = power_of_two<A>(exponent - exponent / 2);
+    for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
+      store(gradients(r) + j, load<A>(gradients(r) + j) * first * second);
+    }
+  }
+
+  // Where all is finite: a masked weight of 0 leaves a gradient of 0. (Where the window cuts, dP may not be computed.)
+  ALLFINITE_INLINE void simple_row(const RowTile& t, int64_t tile, int64_t r, const Span& span, A largest, A inverse,
+                                   A delta) const {
+    A* weights = this->weights(r);
+    A* gradients = this->gradients(r);
+    const A top = largest == Scores<A>::kMasked ? A(0) : largest;
+    const bool cut = span.cut();
+    scores_.each_score(t, tile, r, span, weights, [&](int64_t j, Vec<A> score) {
+      const Vec<A> p = Scores<A>::template weight<false>(score, top, inverse);
+      const Vec<A> ds = p * (load<A>(gradients + j) - delta);
+      store(weights + j, p);
+      store(gradients + j, cut ? lanes_within(ds, span.first - j, span.last - j, A(0)) : ds);
+    });
+  }
 
   template <bool kMayMask>
   ALLFINITE_INLINE void row_gradients(int64_t r, const Span& span, A largest, A inverse, A delta) const {

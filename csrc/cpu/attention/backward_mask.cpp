@@ -57,13 +57,13 @@ class MaskGrad {
 
   void add_row(const RowTile& t, int64_t tile, int64_t r, const Span& span) const {
     double* sums = args_.sums + (sum_rows_ == 1 ? 0 : r * sum_keys_);
-    const int exponent =
-        p_.grad.exponents[scores().packed_row(p_.grad, t) + r] + p_.value.exponents[scores().packed_key(p_.value, t)];
-    const double factor = __builtin_ldexp(1.0, exponent);
+    const int exponent = p_.grad.exponents[scores().packed_row(p_.grad, t) + r] +
+                         p_.value.exponents[scores().packed_key(p_.value, t)] + tile_.more_exponent(t, r);
+    const Factor<double> factor(1.0, exponent);
     const A* gradients = tile_.gradients(r);
     const int64_t first = tile * kAttentionKeys;
     for (int64_t j = span.first; j < span.last; ++j) {
-      sums[sum_keys_ == 1 ? 0 : first + j] += static_cast<double>(gradients[j]) * factor;
+      sums[sum_keys_ == 1 ? 0 : first + j] += static_cast<double>(gradients[j]) * factor.first * factor.second;
     }
   }
 

@@ -3,12 +3,14 @@
 //
 // Work: Sq Sk (D + Dv) fused multiply-adds, half of that if causal; memory: the packed tensors (4 bytes an element,
 // read from cache tile by tile), the output, and the output once more in fp32 for the backward. Floor: the multiply-add
-// rate. What is left beside it: exp and maximum, about 20 operations a score (a sixth of the time at D = 64), and
-// packing, which is 1 / Sk of the work. Scores, weights, sums: fp32 (fp64 for fp64), whatever the dtype; the maximum is
-// subtracted before the multiplication by 4 / ln 2; the output is rounded once.
+// rate. What is left beside it: exp and maximum, about 20 operations a score (a sixth of the time at D = 64; a mask or
+// bias adds 2 or 3 and no pass over the tile), and packing, which is 1 / Sk of the work. Scores, weights, sums: fp32
+// (fp64 for fp64), whatever the dtype; the maximum is subtracted before the multiplication by 4 / ln 2; the output is
+// rounded once.
 //
 // A tile of keys that is wholly masked for a row leaves that row as it was, bit for bit, so neither the row's
-// neighbours nor the tile of rows it falls in matter (F5). Masked rows of V never count (F2: packed as zeros where they
+// neighbours nor the tile of rows it falls in matter (F5); a tile that a bool mask leaves out for all rows is skipped.
+// Masked rows of V never count (F2: packed as zeros where they
 // are not finite). A row without any key: output 0, lse -inf (F7).
 #include "cpu/attention/attention.h"
 #include "cpu/attention/scores.h"
@@ -33,10 +35,13 @@ class Forward {
     t.rows = smaller(kAttentionRows, p_.queries - t.row);
     fill(sums_, 0, round_up(t.rows, kAttentionRowAlign) * columns_, A(0));
     fill(largest_, 0, kAttentionRows, -std::numeric_limits<A>::infinity());
-    fill(total_, 0, kAttentionRows, A(0));
-    fill(count_, 0, kAttentionRows, A(0));
+    fill(total_, 0, kAttentionRows * kWidth<A>, A(0));
+    fill(count_, 0, kAttentionRows * kWidth<A>, A(0));
     const KeyRange range = scores_.tiles(t);
     for (int64_t tile = range.begin; tile < range.end; ++tile) {
+      if (scores_.wholly_masked(t, tile)) {
+        continue;
+      }
       const Band band = scores_.band(t, tile);
       scores_.dot(p_.query, p_.key, t, tile, band, weights_, kAttentionKeys);
       weigh(t, tile, band);
@@ -48,25 +53,34 @@ class Forward {
  private:
   void weigh(const RowTile& t, int64_t tile, const Band& band) {
     const int64_t keys = scores_.keys_in(tile);
+    const bool simple = scores_.simple(t);
     A found[kAttentionRows];
     fill(found, t.rows, kAttentionRows, -std::numeric_limits<A>::infinity());
     for (int64_t r = 0; r < t.rows; ++r) {
       A* row = weights_ + r * kAttentionKeys;
-      found[r] = scores_.row_scores(t, tile, r, scores_.span(band, r, keys), row, nullptr, buffer_);
+      const Span span = scores_.span(band, r, keys);
+      found[r] =
+          simple ? simple_scores(t, tile, r, span, row) : scores_.row_scores(t, tile, r, span, row, nullptr, buffer_);
     }
     raise_largest(found);
+    const bool marked = Scores<A>::has(p_.value, scores_.key_slice(t), kAttentionNonFinite);
     for (int64_t r = 0; r < t.rows; ++r) {
       A* row = weights_ + r * kAttentionKeys;
       const Span span = scores_.span(band, r, keys);
-      A count = 0;
-      const A sum = scores_.may_mask(span) ? to_weights<true>(row, span, largest_[r], count)
-                                           : to_weights<false>(row, span, largest_[r], count);
-      total_[r] = total_[r] * keep_[r] + sum;
-      count_[r] += count;
+      marked ? to_weights<true>(row, span, r) : to_weights<false>(row, span, r);
       if (p_.dropout_p > 0) {
         scores_.drop(t, r, tile, span, row, buffer_);
       }
     }
+  }
+
+  ALLFINITE_INLINE A simple_scores(const RowTile& t, int64_t tile, int64_t r, const Span& span, A* row) const {
+    Vec<A> largest = splat(Scores<A>::kMasked);
+    scores_.each_score(t, tile, r, span, row, [&](int64_t j, Vec<A> score) {
+      largest = max(score, largest);
+      store(row + j, score);
+    });
+    return row_largest<A>(largest);
   }
 
   // keep: what the sums so far are worth beside the new maximum. Unchanged: exactly 1, also where both are -inf.
@@ -78,17 +92,19 @@ class Forward {
     }
   }
 
-  template <bool kMayMask>
-  static ALLFINITE_INLINE A to_weights(A* row, const Span& span, A largest, A& count) {
-    Vec<A> sum = {}, some = {};
+  // Sums over the keys stay in lanes until the end. A row that has seen no key yet takes any maximum but -inf.
+  template <bool kMarked>
+  ALLFINITE_INLINE void to_weights(A* row, const Span& span, int64_t r) {
+    const A largest = largest_[r] == Scores<A>::kMasked ? A(0) : largest_[r];
+    Vec<A> sum = load<A>(total_ + r * kWidth<A>) * keep_[r], count = load<A>(count_ + r * kWidth<A>);
     for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
-      const Vec<A> weight = Scores<A>::template weight<kMayMask>(load<A>(row + j), largest, A(1));
+      const Vec<A> weight = Scores<A>::template weight<kMarked>(load<A>(row + j), largest, A(1));
       sum += weight;
-      some += weight == A(0) ? Vec<A>{} : splat(A(1));
+      count = weight == A(0) ? count : count + A(1);
       store(row + j, weight);
     }
-    count = row_total<A>(some);
-    return row_total<A>(sum);
+    store(total_ + r * kWidth<A>, sum);
+    store(count_ + r * kWidth<A>, count);
   }
 
   void add_values(const RowTile& t, int64_t tile, const Band& band) {
@@ -129,27 +145,28 @@ class Forward {
       for (int64_t r = 0; r < t.rows; ++r) {
         A* sums = sums_ + r * columns_;
         A* stats = static_cast<A*>(args_.stats) + (first + r) * stats_row;
+        const A total = row_total<A>(load<A>(total_ + r * kWidth<A>));
         stats[0] = largest_[r];
-        stats[1] = total_[r] == 0 ? A(0) : 1 / total_[r];
+        stats[1] = total == 0 ? A(0) : 1 / total;
         for (int64_t i = 0; i < columns_; i += kWidth<A>) {
           store(sums + i, load<A>(sums + i) * stats[1]);
         }
-        stats[1] = count_[r] == 1 ? -stats[1] : stats[1];
+        stats[1] = row_total<A>(load<A>(count_ + r * kWidth<A>)) == 1 ? -stats[1] : stats[1];
         if (at_limit) {
           clamp(sums, static_cast<const A*>(p_.value.largest)[slice]);
         }
         write_row(stats + kAttentionStats, sums, p_.value_depth, A(1), 0);
         write_row(static_cast<T*>(args_.output) + (first + r) * p_.value_depth, sums, p_.value_depth, A(1), exponent);
-        static_cast<A*>(args_.lse)[first + r] = log_sum(r);
+        static_cast<A*>(args_.lse)[first + r] = log_sum(largest_[r], total);
       }
     });
   }
 
-  A log_sum(int64_t r) const {
-    const double sum = total_[r] == 0             ? 0.0
-                       : std::is_same_v<A, float> ? static_cast<double>(__builtin_logf(static_cast<float>(total_[r])))
-                                                  : __builtin_log(static_cast<double>(total_[r]));
-    return static_cast<A>(static_cast<double>(largest_[r]) * 4 + sum);
+  static A log_sum(A largest, A total) {
+    const double sum = total == 0                 ? 0.0
+                       : std::is_same_v<A, float> ? static_cast<double>(__builtin_logf(static_cast<float>(total)))
+                                                  : __builtin_log(static_cast<double>(total));
+    return static_cast<A>(static_cast<double>(largest) * 4 + sum);
   }
 
   // The output is a mean of V: a rounding must not carry it past the largest V, and so to infinity.
@@ -167,7 +184,8 @@ class Forward {
   Scores<A> scores_;
   int64_t columns_;
   A *weights_, *sums_, *buffer_, *value_row_;
-  A largest_[kAttentionRows], total_[kAttentionRows], count_[kAttentionRows], keep_[kAttentionRows];
+  A largest_[kAttentionRows], keep_[kAttentionRows];
+  A total_[kAttentionRows * kWidth<A>], count_[kAttentionRows * kWidth<A>];  // of each row, in lanes
 };
 
 }  // namespace

@@ -7,9 +7,10 @@
 // the sizes of attention.
 //
 // Each element of C is a sum over k in order, whatever the block it falls in: chains of kChain fused multiply-adds,
-// each added to C. So its bits depend neither on the other rows nor on the number of columns (F5). Rows and columns are
-// rounded up to whole blocks; what the padding holds reaches only padding. Terms outside of a band are left out: they
-// would add zeros.
+// each added to C. So its bits depend neither on the other rows nor on the number of columns (F5). Rows are rounded up
+// to a multiple of kBlockRows, columns to whole vectors; what the padding holds reaches only padding, but it should
+// hold zeros: a subnormal left over there costs some hundred cycles a multiply-add. Terms outside of a band are left
+// out: they would add zeros.
 #pragma once
 #include "cpu/simd.h"
 
@@ -91,20 +92,28 @@ ALLFINITE_INLINE void chain(const Product<A>& p, int64_t row, int64_t column, in
 }
 
 template <class A, Into kInto, int kRows, int kVectors>
+ALLFINITE_INLINE void block(const Product<A>& p, int64_t row, int64_t column, const A* keep) {
+  const int64_t last = row + kRows - 1;
+  if (column + kVectors * kWidth<A> <= row + p.c_band.low || column >= last + p.c_band.high) {
+    return;
+  }
+  const int64_t begin = row + p.a_band.low > 0 ? row + p.a_band.low : 0;
+  const int64_t end = last + p.a_band.high < p.depth ? last + p.a_band.high : p.depth;
+  int64_t stop = (begin / kChain + 1) * kChain;
+  chain<A, kInto, kRows, kVectors>(p, row, column, begin, stop < end ? stop : end, keep);
+  for (; stop < end; stop += kChain) {
+    chain<A, Into::kAdd, kRows, kVectors>(p, row, column, stop, stop + kChain < end ? stop + kChain : end, keep);
+  }
+}
+
+template <class A, Into kInto, int kRows, int kVectors>
 __attribute__((noinline)) void product_columns(const Product<A>& p, int64_t column, const A* keep) {
-  constexpr int64_t n = kVectors * kWidth<A>;
-  for (int64_t row = 0; row < p.rows; row += kRows) {
-    const int64_t last = row + kRows - 1;
-    if (column + n <= row + p.c_band.low || column >= last + p.c_band.high) {
-      continue;
-    }
-    const int64_t begin = row + p.a_band.low > 0 ? row + p.a_band.low : 0;
-    const int64_t end = last + p.a_band.high < p.depth ? last + p.a_band.high : p.depth;
-    int64_t stop = (begin / kChain + 1) * kChain;
-    chain<A, kInto, kRows, kVectors>(p, row, column, begin, stop < end ? stop : end, keep);
-    for (; stop < end; stop += kChain) {
-      chain<A, Into::kAdd, kRows, kVectors>(p, row, column, stop, stop + kChain < end ? stop + kChain : end, keep);
-    }
+  int64_t row = 0;
+  for (; row + kRows - kBlockRows < p.rows; row += kRows) {
+    block<A, kInto, kRows, kVectors>(p, row, column, keep);
+  }
+  if (row < p.rows) {
+    block<A, kInto, kBlockRows, kVectors>(p, row, column, keep);
   }
 }
 

@@ -22,9 +22,17 @@ struct MaskWords<double> {
   typedef uint8_t Bytes __attribute__((vector_size(kWidth<double>)));
 };
 
-// The first n of a vector's bytes (true: takes part); others read as false.
+// scores where the vector's byte is true, -inf where it is false or not among the first n.
 template <class A>
-ALLFINITE_INLINE auto load_bools(const uint8_t* from, int64_t n) {
+ALLFINITE_INLINE Vec<A> select_bools(const uint8_t* from, int64_t n, Vec<A> scores) {
+  const Vec<A> masked = splat(-std::numeric_limits<A>::infinity());
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<A, float>) {  // a comparison into a mask register, 3 instructions in all
+    const __m128i bytes = n >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))
+                                  : _mm_maskz_loadu_epi8(static_cast<__mmask16>(lane_mask(n, 16)), from);
+    return _mm512_mask_mov_ps(masked, _mm_test_epi8_mask(bytes, bytes), scores);
+  }
+#endif
   typename MaskWords<A>::Bytes bytes = {};
   if (n >= kWidth<A>) {
     std::memcpy(&bytes, from, sizeof bytes);
@@ -33,14 +41,25 @@ ALLFINITE_INLINE auto load_bools(const uint8_t* from, int64_t n) {
       bytes[i] = from[i];
     }
   }
-  return __builtin_convertvector(bytes, typename MaskWords<A>::type) != 0;
+  return __builtin_convertvector(bytes, typename MaskWords<A>::type) != 0 ? scores : masked;
 }
 
+// scores + bias / 4; a finite bias of any size leaves the sum finite. -inf gives -inf beside a finite score.
+template <class A>
+ALLFINITE_INLINE Vec<A> plus_bias(Vec<A> scores, Vec<A> bias) {
+  return fma(bias, splat(A(0.25)), scores);
+}
+
+// The same beside a score that may be NaN, too: -inf masks it.
 template <class A>
 ALLFINITE_INLINE void add_bias(A* scores, Vec<A> bias) {
   constexpr A masked = -std::numeric_limits<A>::infinity();
-  const Vec<A> sum = load<A>(scores) + A(0.25) * bias;
-  store(scores, bias == masked ? splat(masked) : sum);
+  store(scores, bias == masked ? splat(masked) : plus_bias<A>(load<A>(scores), bias));
+}
+
+// Element [first key] of the mask's row.
+inline int64_t mask_offset(const AttentionProblem& p, int64_t batch, int64_t head, int64_t row, int64_t first) {
+  return batch * p.mask_stride[0] + head * p.mask_stride[1] + row * p.mask_stride[2] + first * p.mask_stride[3];
 }
 
 // scores[begin .. end) of one row, divided by 4, against the mask's row from key `first` on, of which n keys exist.
@@ -51,11 +70,11 @@ void add_mask(const AttentionProblem& p, int64_t batch, int64_t head, int64_t ro
   constexpr int64_t w = kWidth<A>;
   constexpr A masked = -std::numeric_limits<A>::infinity();
   const int64_t stride = p.mask_stride[3];
-  const int64_t offset = batch * p.mask_stride[0] + head * p.mask_stride[1] + row * p.mask_stride[2] + first * stride;
+  const int64_t offset = mask_offset(p, batch, head, row, first);
   if (p.mask_is_bool && stride == 1) {
     const uint8_t* mask = static_cast<const uint8_t*>(p.mask) + offset;
     for (int64_t j = begin; j < end; j += w) {
-      store(scores + j, load_bools<A>(mask + j, n - j) ? load<A>(scores + j) : splat(masked));
+      store(scores + j, select_bools<A>(mask + j, n - j, load<A>(scores + j)));
     }
     return;
   }

@@ -19,17 +19,6 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-template <class A>
-constexpr int kExponentRange = std::is_same_v<A, float> ? 40 : 200;
-
-template <class A>
-int range_exponent(A largest) {
-  int exponent = 0;
-  __builtin_frexp(static_cast<double>(largest), &exponent);
-  constexpr int kRange = kExponentRange<A>;
-  return largest == 0 ? 0 : exponent > kRange ? exponent - kRange : exponent < -kRange ? exponent + kRange : 0;
-}
-
 // Largest finite magnitude of n values.
 template <class A, class T>
 A largest_finite(const T* p, int64_t n) {
@@ -51,7 +40,6 @@ class Packer {
   void slice(int64_t index) {
     const int64_t batch = index / packed_.heads, head = index % packed_.heads;
     source_ = static_cast<const T*>(args_.source.data) + batch * args_.source.batch + head * args_.source.head;
-    beside_ = args_.beside ? static_cast<const A*>(args_.beside) + index * packed_.rows : nullptr;
     index_ = index - packed_.first;
     const int exponent = usual_rows() ? 0 : any_rows();
     if (packed_.transposed) {
@@ -71,20 +59,24 @@ class Packer {
       const T* from = source_ + row * args_.source.row;
       A* to = row_at(row);
       Vec<A> of_row = {};
-      for (int64_t i = 0; i < packed_.columns; i += w) {
-        const int64_t count = packed_.columns - i;
-        const Vec<A> v = count < w ? load_partial<A>(from + i, count) : load<A>(from + i);
+      const auto take = [&](int64_t i, Vec<A> v) __attribute__((always_inline)) {
         const Vec<A> magnitude = (Vec<A>)((Vec<Bits>)v & std::numeric_limits<Bits>::max());
         of_row = (Vec<A>)((Vec<Bits>)magnitude > (Vec<Bits>)of_row ? (Vec<Bits>)magnitude : (Vec<Bits>)of_row);
         if (to) {
           store(to + i, v);
         }
+      };
+      int64_t whole = 0;
+      for (; whole + w <= packed_.columns; whole += w) {
+        take(whole, load<A>(from + whole));
+      }
+      if (whole < packed_.columns) {
+        take(whole, load_partial<A>(from + whole, packed_.columns - whole));
       }
       for (int64_t i = round_up(packed_.columns, w); to && i < packed_.padded_columns; i += w) {
         store(to + i, Vec<A>{});
       }
-      if (any_lane(!(of_row <= high)) || (row_has_exponent() && !any_lane(of_row >= low)) ||
-          (beside_ && !(__builtin_fabs(beside_[row]) <= high))) {
+      if (any_lane(!(of_row <= high)) || (row_has_exponent() && !any_lane(of_row >= low))) {
         return false;
       }
       largest = max(of_row, largest);
@@ -92,7 +84,7 @@ class Packer {
     return finish_usual(row_largest<A>(largest), low);
   }
 
-  bool row_has_exponent() const { return packed_.per_row && (!std::is_same_v<T, Half> || beside_); }
+  bool row_has_exponent() const { return packed_.per_row && !std::is_same_v<T, Half>; }
 
   bool finish_usual(A largest, A low) {
     if (!packed_.per_row) {
@@ -142,12 +134,7 @@ class Packer {
     if (row >= packed_.rows || !row_has_exponent()) {
       return 0;
     }
-    A largest = largest_finite<A>(source_ + row * args_.source.row, packed_.columns);
-    if (beside_) {
-      const A v = largest_finite<A>(beside_ + row, 1);
-      largest = v > largest ? v : largest;
-    }
-    return range_exponent(largest);
+    return range_exponent(largest_finite<A>(source_ + row * args_.source.row, packed_.columns));
   }
 
   // Whether the row is finite.
@@ -209,7 +196,6 @@ class Packer {
   const AttentionPackArgs& args_;
   const AttentionPacked& packed_;
   const T* source_ = nullptr;
-  const A* beside_ = nullptr;
   int64_t index_ = 0;
 };
 

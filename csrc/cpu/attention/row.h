@@ -34,6 +34,21 @@ struct Factor {
   A first, second;
 };
 
+// Packed values lie in [2^-range, 2^range] by their largest.
+template <class A>
+constexpr int kExponentRange = std::is_same_v<A, float> ? 40 : 200;
+
+// What to take out of numbers whose largest is about 2^exponent, so that it lies in [2^-low, 2^high]: a power of two.
+constexpr int exponent_out_of(int exponent, int low, int high) {
+  return exponent > high ? exponent - high : exponent < -low ? exponent + low : 0;
+}
+template <class A>
+int range_exponent(A largest) {
+  int exponent = 0;
+  __builtin_frexp(static_cast<double>(largest), &exponent);
+  return largest == 0 ? 0 : exponent_out_of(exponent, kExponentRange<A>, kExponentRange<A>);
+}
+
 // exp(4 x): 2^n exp(r) with n = round(4 x / ln 2) and |r| <= ln 2 / 2; at most 2 ulp off where it is normal, 0 below
 // 2^-126. exp(0) is exactly 1, NaN stays. x <= 22. All constants that meet x / 4 carry its power of 4, so a score that
 // is kept divided by 4 costs no multiplication.
@@ -53,9 +68,13 @@ ALLFINITE_INLINE Vec<float> exp_of_quarters(Vec<float> x) {
   p = fma(p, r, splat(0x1.fffffcp2f));
   p = fma(p, r, splat(4.0f));
   p = fma(p, r, splat(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(kLowest), _CMP_NLT_UQ), p, n);
+#else
   // 2^n as a factor, so that a NaN in p survives whatever its n is.
   const Vec<float> power = (Vec<float>)(((Vec<uint32_t>)shifted + (127u - 0x4b400000u)) << 23);
   return x < kLowest ? Vec<float>{} : p * power;
+#endif
 }
 ALLFINITE_INLINE Vec<double> exp_of_quarters(Vec<double> x) {
   return exp(x * 4.0);
@@ -113,6 +132,21 @@ ALLFINITE_INLINE bool any_lane(M comparison) {
   }
   return any != 0;
 #endif
+}
+
+// The lanes [first, last) of v, and `other` in those outside.
+template <class A>
+ALLFINITE_INLINE Vec<A> lanes_within(Vec<A> v, int64_t first, int64_t last, A other) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<A, float>) {
+    const uint32_t below = first <= 0 ? 0 : lane_mask(first, 16), inside = last <= 0 ? 0 : lane_mask(last, 16);
+    return _mm512_mask_mov_ps(splat(other), static_cast<__mmask16>(inside & ~below), v);
+  }
+#endif
+  for (int64_t i = 0; i < kWidth<A>; ++i) {
+    v[i] = i >= first && i < last ? v[i] : other;
+  }
+  return v;
 }
 
 // A masked weight is -0, which no weight that takes part is: 0 in a sum, and known again where a NaN must stay out.

@@ -107,9 +107,8 @@ class Scores {
 
   // Dot products of row r to scores / 4, in place; returns the largest. slope (where softcap is on): the score's
   // derivative by the scaled dot product. buffer: kAttentionKeys.
-  ALLFINITE_INLINE A row_scores(const RowTile& t, int64_t tile, int64_t r, const Span& span, A* row, A* slope,
-                                A* buffer) const {
-    A largest = bounded(t) ? scale_bounded(row, span) : scale_any(t, r, row, span);
+  A row_scores(const RowTile& t, int64_t tile, int64_t r, const Span& span, A* row, A* slope, A* buffer) const {
+    A largest = scale_any(t, r, row, span);
     if (p_.softcap > 0) {
       cap(row, slope, span);
     }
@@ -127,11 +126,64 @@ class Scores {
   }
   bool may_mask(const Span& span) const { return p_.mask || span.cut(); }
 
-  // exp(score - largest) * factor of one vector of scores / 4. A masked weight is -0.
-  template <bool kMayMask>
+  // Calls use(j, scores / 4) for each vector [j, j + width) of row r: what row_scores would store, but in registers,
+  // one pass over the row. Only where `simple(t)`; the bits are those of row_scores.
+  template <class Use>
+  ALLFINITE_INLINE void each_score(const RowTile& t, int64_t tile, int64_t r, const Span& span, const A* row,
+                                   Use use) const {
+    const int64_t offset = p_.mask ? mask_offset(p_, t.batch, t.head, t.row + r, tile * kAttentionKeys) : 0;
+    const int64_t keys = keys_in(tile);
+    if (!p_.mask) {
+      scaled(span, row, [](int64_t, Vec<A> s) { return s; }, use);
+    } else if (p_.mask_is_bool) {
+      const uint8_t* mask = static_cast<const uint8_t*>(p_.mask) + offset;
+      scaled(span, row, [&](int64_t j, Vec<A> s) { return select_bools<A>(mask + j, keys - j, s); }, use);
+    } else {
+      visit_dtype(p_.mask_dtype, [&](auto m) {
+        using M = typename decltype(m)::type;
+        if constexpr (!std::is_same_v<M, double> || std::is_same_v<A, double>) {
+          const M* bias = static_cast<const M*>(p_.mask) + offset;
+          const auto add = [&](int64_t j, Vec<A> s) {
+            return plus_bias<A>(s, keys - j >= kWidth<A> ? load<A>(bias + j) : load_partial<A>(bias + j, keys - j));
+          };
+          scaled(span, row, add, use);
+        }
+      });
+    }
+  }
+  // The usual case, where no dot product can be NaN or leave A's range on the way to a score: no softcap, no mask of
+  // odd strides, no row of Q or K that is not finite or has an exponent.
+  bool simple(const RowTile& t) const {
+    const bool unit_stride = !p_.mask || p_.mask_stride[3] == 1;
+    return unit_stride && p_.softcap <= 0 && bounded(t);
+  }
+
+  // Whether a bool mask leaves nothing of the tile for any of the rows (padding, blocks): then it is skipped.
+  bool wholly_masked(const RowTile& t, int64_t tile) const {
+    if (!p_.mask || !p_.mask_is_bool || p_.mask_stride[3] != 1) {
+      return false;
+    }
+    const int64_t rows = p_.mask_stride[2] == 0 ? 1 : t.rows, keys = keys_in(tile);
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint8_t* mask =
+          static_cast<const uint8_t*>(p_.mask) + mask_offset(p_, t.batch, t.head, t.row + r, tile * kAttentionKeys);
+      uint8_t any = 0;
+      for (int64_t j = 0; j < keys; ++j) {
+        any |= mask[j];
+      }
+      if (any) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // exp(score - largest) * factor of one vector of scores / 4. A masked weight is -0 if it is to be `marked`, so that
+  // a NaN beside it stays out, else 0.
+  template <bool kMarked>
   static ALLFINITE_INLINE Vec<A> weight(Vec<A> score, A largest, A factor) {
     const Vec<A> e = exp_of_quarters(score - largest) * factor;
-    return kMayMask ? (score == kMasked ? splat(A(-0.0)) : e) : e;
+    return kMarked ? (score == kMasked ? splat(A(-0.0)) : e) : e;
   }
 
   // row *= what dropout leaves of each weight.
@@ -146,21 +198,24 @@ class Scores {
   static constexpr A kMasked = -std::numeric_limits<A>::infinity();
 
  private:
-  // No score of a finite row can leave A's range: packed values are below 2^40 (fp64: 2^200), their products below
-  // 2^80 and a sum of them below 2^100.
+  // No score can leave A's range: packed values are below 2^40 (fp64: 2^200), their products below 2^80 and a sum of
+  // them below 2^100.
   bool bounded(const RowTile& t) const {
+    constexpr uint8_t odd = kAttentionScaled | kAttentionNonFinite;
     const bool small = p_.scale < 0x1p20 && p_.scale > -0x1p20 && p_.depth < (1 << 20);
-    return small && usual_.second == 1 && !has(p_.query, query_slice(t), kAttentionScaled) &&
-           !has(p_.key, key_slice(t), kAttentionScaled | kAttentionNonFinite);
+    return small && usual_.second == 1 && !has(p_.query, query_slice(t), odd) && !has(p_.key, key_slice(t), odd);
   }
-  ALLFINITE_INLINE A scale_bounded(A* row, const Span& span) const {
-    Vec<A> largest = splat(kMasked);
+  template <class Mask, class Use>
+  ALLFINITE_INLINE void scaled(const Span& span, const A* row, Mask mask, Use use) const {
+    const bool cut = span.cut();
+    const A scale = usual_.first;
     for (int64_t j = span.begin; j < span.end; j += kWidth<A>) {
-      const Vec<A> s = load<A>(row + j) * usual_.first;
-      largest = max(s, largest);
-      store(row + j, s);
+      Vec<A> s = mask(j, load<A>(row + j) * scale);
+      if (cut) {
+        s = lanes_within(s, span.first - j, span.last - j, kMasked);
+      }
+      use(j, s);
     }
-    return row_largest<A>(largest);
   }
   A scale_any(const RowTile& t, int64_t r, A* row, const Span& span) const {
     const int exponent = p_.key.exponents[packed_key(p_.key, t)] + p_.query.exponents[packed_row(p_.query, t) + r];

@@ -28,7 +28,7 @@ class Backward {
         query_(query, kRows, true),
         key_(key, kRows | kTransposed, false),
         value_(value, kTransposed, false),
-        grad_(grad, kRows, true, grad_lse),
+        grad_(grad, kRows, true),
         group_(problem.heads / problem.kv_heads),
         tiles_(at::divup(problem.keys, cpu::kAttentionKeys)),
         tile_work_(group_ * problem.queries * cpu::kAttentionKeys * (3 * problem.depth + 2 * problem.value_depth)) {}
@@ -145,6 +145,7 @@ class Backward {
                   int64_t begin, int64_t end) const {
     cpu::AttentionQueryGradArgs args{};
     args.problem = problem;
+    args.delta = delta_.const_data_ptr();
     args.parts = parts.data_ptr();
     args.count = count;
     args.grad_query = write ? grads_.query.data_ptr() : nullptr;

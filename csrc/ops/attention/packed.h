@@ -63,9 +63,8 @@ inline cpu::AttentionTensor describe(const Tensor& t) {
 // A tensor and the packed form of some of its slices. per_row: an exponent a row, else one a (batch, head).
 class Packed {
  public:
-  Packed(const Tensor& given, int forms, bool per_row, const Tensor& beside = {})
+  Packed(const Tensor& given, int forms, bool per_row)
       : source_(given.stride(3) == 1 || given.size(3) <= 1 ? given : given.contiguous()),
-        beside_(beside),
         forms_(forms),
         element_(given.scalar_type() == at::kDouble ? sizeof(double) : sizeof(float)) {
     layout_.heads = given.size(1);
@@ -112,14 +111,13 @@ class Packed {
     cpu::AttentionPackArgs args{};
     args.source = describe(source_);
     args.packed = placed;
-    args.beside = beside_.defined() ? beside_.const_data_ptr() : nullptr;
     args.begin = begin;
     args.end = end;
     cpu::attention_pack(args);
   }
 
  private:
-  Tensor source_, beside_;
+  Tensor source_;
   int forms_;
   int64_t element_;
   cpu::AttentionPacked layout_{};
