@@ -21,6 +21,12 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   list(APPEND avx512_flags -Wno-maybe-uninitialized)
 endif()
 
+# Kernels throw nothing. Where much is inlined (attention) g++ may name its handler of exceptions all the same, by a weak
+# symbol.
+set(ALLFINITE_ATTENTION_KERNELS ${ALLFINITE_CPU_KERNELS})
+list(FILTER ALLFINITE_ATTENTION_KERNELS INCLUDE REGEX "cpu/attention/")
+set_source_files_properties(${ALLFINITE_ATTENTION_KERNELS} PROPERTIES COMPILE_OPTIONS -fno-exceptions)
+
 function(allfinite_cpu_kernel_rules target isa)
   allfinite_compile_rules(${target})
   target_compile_features(${target} PRIVATE cxx_std_20)
