@@ -31,10 +31,10 @@ def check_arguments(
     nested = query.is_nested or key.is_nested or value.is_nested
     _expect(not nested, "dense tensors with a key_padding_mask", "a nested tensor")
     _expect(query.dim() in (2, 3), "query of 2 or 3 dimensions", f"shape {list(query.shape)}")
+    _expect(query.size(-1) == module.embed_dim, f"query of {module.embed_dim} features", list(query.shape))
     for name, tensor, size in (("key", key, module.kdim), ("value", value, module.vdim)):
         _expect(tensor.dim() == query.dim(), f"{name} of {query.dim()} dimensions as query", list(tensor.shape))
         _expect(tensor.size(-1) == size, f"{name} of {size} features", list(tensor.shape))
-    _expect(query.size(-1) == module.embed_dim, f"query of {module.embed_dim} features", list(query.shape))
     _expect(
         key.shape[:-1] == value.shape[:-1],
         "key and value of one length and batch",
