@@ -19,35 +19,51 @@ struct SoftmaxMask {
   int64_t size[kSoftmaxMaskDims], stride[kSoftmaxMaskDims];  // outermost first
 };
 
-// Both kernels: rows of n elements, one behind the other. scratch: softmax_scratch_bytes(n) bytes, 64-byte aligned.
-// Forward: a mask of fp64 needs fp64 rows.
+// Both kernels: [outer, n, inner], softmax over n; row number r is column r % inner of block r / inner. With inner = 1
+// the rows lie one behind the other; else the work is cut into tiles of neighbouring columns (softmax_tile.h).
+// scratch: softmax_scratch_bytes(n) bytes, tiles: 3 * softmax_tile_bytes(n, element size) where inner > 1; both 64-byte
+// aligned. A mask of fp64 needs fp64 rows, but for the backward of fp32 rows.
 constexpr int64_t softmax_scratch_bytes(int64_t n) {
   return 3 * ((n * 8 + 63) / 64 * 64);
 }
+// Columns of a tile: whole cache lines, as many as 128 KB hold, within one line and 256 bytes.
+constexpr int64_t softmax_tile_columns(int64_t n, int64_t element_size) {
+  const int64_t lines = 131072 / (64 * n);
+  return (lines < 1 ? 1 : lines > 4 ? 4 : lines) * (64 / element_size);
+}
+constexpr int64_t softmax_tile_bytes(int64_t n, int64_t element_size) {
+  return softmax_tile_columns(n, element_size) * element_size * n;
+}
+// Two numbers of a row of 16 bits, from which backward makes its weights again: what was subtracted from the scores,
+// and the inverse of the sum.
+struct SoftmaxRowNumbers {
+  double top, inverse;
+};
 
 struct SoftmaxForwardArgs {
-  const void* x;   // [rows, n], dtype
-  void* y;         // [rows, n], dtype
-  float* weights;  // [rows, n], y before it is rounded to 16 bits, or null: not wanted
+  const void* x;               // dtype
+  void* y;                     // dtype
+  SoftmaxRowNumbers* numbers;  // [rows], or null: not wanted; 16 bits only
   SoftmaxMask mask;
-  void* scratch;
-  int64_t begin, end;  // rows to do
-  int64_t n;
+  void *scratch, *tiles;
+  int64_t begin, end;  // rows to do; inner > 1: tiles
+  int64_t n, inner;
   double scale;
   DType dtype;
 };
 
 struct SoftmaxBackwardArgs {
-  const void* dy;       // [rows, n], dtype
-  const void* x;        // [rows, n], dtype
-  const void* weights;  // [rows, n]: y in fp32 (fp64 for fp64)
-  void* dx;             // [rows, n], dtype, or null: not wanted
-  double* sums;         // [n]: the gradients of the scores of these rows are added to it, in order; or null
+  const void* dy;                    // dtype
+  const void* x;                     // dtype
+  const void* y;                     // dtype; not read where `numbers` is
+  const SoftmaxRowNumbers* numbers;  // [rows], for 16 bits
+  void* dx;                          // dtype, or null: not wanted
+  double* sums;  // [n]: the gradients of the scores of these rows are added to it, in order; or null. inner = 1 only
   SoftmaxMask mask;
-  const int64_t* order;  // row number i is order[i]; null: i
-  void* scratch;
-  int64_t begin, end;  // rows to do
-  int64_t n;
+  const int64_t* order;  // row number i is order[i]; null: i. inner = 1 only
+  void *scratch, *tiles;
+  int64_t begin, end;  // rows to do; inner > 1: tiles
+  int64_t n, inner;
   double scale;
   DType dtype;
 };

@@ -1,5 +1,4 @@
-// The weights of one softmax row before they are divided by their sum, exp(score - largest score), and the rows of its
-// mask.
+// The weights of one softmax row before they are divided by their sum, exp(score - largest score).
 //
 // score = scale * x + bias, where a bool mask is a bias of 0 or -inf. A score of -inf is masked: its weight is 0 by
 // selection, whatever x is beneath a mask. What is subtracted is exact to one rounding at any magnitude of the scores:
@@ -9,25 +8,21 @@
 //           an ulp of which is 2^-18 already.
 //   kWide   scores in the next wider type (fp32: double, fp64: long double), for a float bias, and for a scale by which
 //           a finite difference could leave the range. A finite bias neither masks nor overflows.
+//   kAdded  fp16 rows with a float bias, |scale| <= 1: scores in fp32, each off by an ulp of itself. Rows whose largest score is
+//           beyond kLargestAdded, so that this is above 2^-20, are done as kWide.
 #pragma once
 #include "cpu/math.h"
 #include "cpu/softmax.h"
+#include "cpu/softmax_exp.h"
+#include "cpu/softmax_mask.h"
 #include "cpu/visit.h"
 
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
-enum class Product { kPlain, kPair, kWide };
+enum class Product { kPlain, kPair, kWide, kAdded };
 
-template <class A>
-constexpr A kInfinity = std::numeric_limits<A>::infinity();
-
-// Weights are kept times 2^kLift<T>, and those below 2^kLowestPower<T> are 0: bf16 has subnormal numbers that fp32
-// itself would have only as such.
-template <class T>
-constexpr int kLift = std::is_same_v<T, BFloat16> ? 16 : 0;
-template <class T>
-constexpr float kLowestPower = std::is_same_v<T, BFloat16> ? -135 : -126;
+constexpr float kLargestAdded = 16;
 
 // --- vector helpers ------------------------------------------------------------------------------------------------
 
@@ -43,54 +38,6 @@ ALLFINITE_INLINE Vec<A> first_or(Vec<A> v, int64_t count, A other) {
     v[i] = other;
   }
   return v;
-}
-
-// exp(x + low) * 2^kLift<T> for x <= 0 and a low of less than an ulp of x: 3e-7 off at most, 0 below 2^kLowestPower<T>.
-// exp(0) is exactly 1. NaN stays NaN.
-template <class T>
-ALLFINITE_INLINE Vec<float> exp_below_zero(Vec<float> x, Vec<float> low) {
-  constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which is left in the low bits
-  constexpr float kLowest = kLowestPower<T> * 0x1.62e43p-1f;
-  const Vec<float> shifted = fma(x, splat(0x1.715476p0f), splat(kRound));
-  const Vec<float> n = shifted - kRound;
-  Vec<float> r;
-  if constexpr (kFusedMultiplyAdd) {
-    r = fma(n, splat(-0x1.62e43p-1f), x);  // ln 2 is off by 2e-9, times n of 135 at most
-  } else {
-    r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // the first product is exact
-  }
-  r += low;
-  // (exp(r) - 1 - r) / r^2: minimax of the relative error of exp, 1.1e-7.
-  Vec<float> p = splat(0x1.106256p-7f);
-  p = fma(p, r, splat(0x1.572a64p-5f));
-  p = fma(p, r, splat(0x1.5557b0p-3f));
-  p = fma(p, r, splat(0x1.fffdfcp-2f));
-  p = fma(p, r * r, r) + 1.0f;
-  // 2^n as a factor, so that a NaN in p survives whatever its bits are.
-  const Vec<float> power = (Vec<float>)(((Vec<uint32_t>)shifted + (127u + kLift<T> - 0x4b400000u)) << 23);
-  return x < kLowest ? Vec<float>{} : p * power;
-}
-template <class T>
-ALLFINITE_INLINE Vec<double> exp_below_zero(Vec<double> x, Vec<double> low) {
-  return exp(x + low);
-}
-
-// 2^x * 2^kLift<T> for x <= 0, in fewer steps: 3e-7 off at most where x is exact. For weights of 16-bit rows: n goes
-// into the exponent by an addition of integers, which a NaN survives because its low 9 bits are 0 there.
-template <class T>
-ALLFINITE_INLINE Vec<float> exp2_below_zero(Vec<float> x) {
-  constexpr float kRound = 0x1.8p23f + kLift<T>;
-  const Vec<float> shifted = x + kRound;
-  const Vec<float> f = x - (shifted - kRound);
-  // (2^f - 1) / f: minimax of the relative error of 2^f, 1.1e-7.
-  Vec<float> p = splat(0x1.5bb9e6p-10f);
-  p = fma(p, f, splat(0x1.3ceab6p-7f));
-  p = fma(p, f, splat(0x1.c6b754p-5f));
-  p = fma(p, f, splat(0x1.ebf9bcp-3f));
-  p = fma(p, f, splat(0x1.62e42ap-1f));
-  p = fma(p, f, splat(1.0f));
-  const Vec<float> result = (Vec<float>)((Vec<uint32_t>)p + ((Vec<uint32_t>)shifted << 23));
-  return x < kLowestPower<T> ? Vec<float>{} : result;
 }
 
 // Two vectors of numbers that are not NaN, one behind the other.
@@ -205,7 +152,15 @@ struct Scale {
         high(static_cast<A>(scale)),
         low(static_cast<A>(scale - static_cast<double>(high))),
         binary(static_cast<A>(scale * 0x1.71547652b82fep0)),
-        wide(clamp(scale)) {}
+        wide(clamp(scale)) {
+    if constexpr (std::is_same_v<A, float>) {
+      const uint32_t bits = __builtin_bit_cast(uint32_t, high) & 0xffffff00u;  // towards zero
+      upper = __builtin_bit_cast(float, bits);
+      // Never 0 and of the same sign, so that an infinite x gives no NaN.
+      lower = static_cast<float>(scale - static_cast<double>(upper));
+      lower = lower == 0 ? upper * 0x1p-60f : lower;
+    }
+  }
 
   // Beyond 2^800 any two numbers of A that differ, differ by more than every exponent: the result is the same.
   static double clamp(double scale) {
@@ -227,8 +182,9 @@ struct Scale {
     return kFusedMultiplyAdd ? Product::kPair : Product::kWide;
   }
 
-  A sign, high, low;  // scale = high + low
-  A binary;           // scale * log2 e
+  A sign, high, low;       // scale = high + low
+  A binary;                // scale * log2 e
+  A upper = 0, lower = 0;  // upper + lower = scale to 2^-40 of it, of one sign
   double wide;
 };
 
@@ -256,6 +212,8 @@ class RowScores {
         largest.raise(wide(i, width(i)));
       }
       return largest.largest();
+    } else if constexpr (kProduct == Product::kAdded) {
+      return largest_of([&](int64_t i, int64_t count) { return added(i, count); });
     } else if (scale_.sign > 0) {
       return largest_of([&](int64_t i, int64_t count) { return visible_x(i, count); });
     } else {
@@ -264,7 +222,8 @@ class RowScores {
   }
   // Whether nothing takes part.
   bool empty(Top top) const {
-    const bool lowest = top == -kInfinity<A> * (kProduct == Product::kWide ? A(1) : scale_.sign);
+    constexpr bool kScores = kProduct == Product::kWide || kProduct == Product::kAdded;
+    const bool lowest = top == -kInfinity<A> * (kScores ? A(1) : scale_.sign);
     return lowest && !any_nan();
   }
 
@@ -273,6 +232,8 @@ class RowScores {
     const Vec<A> zero = {};
     if constexpr (kProduct == Product::kWide) {
       return exp_below_zero<T>(wide(i, count).minus(top), zero);
+    } else if constexpr (kProduct == Product::kAdded) {
+      return exp2_below_zero<T>((added(i, count) - top) * 0x1.715476p0f);
     } else {
       const Vec<A> difference = visible_x(i, count) - top;
       if constexpr (kProduct == Product::kPair) {
@@ -300,6 +261,13 @@ class RowScores {
       v = load_some<A>(bias_ + i, count) == -kInfinity<A> ? splat(hidden) : v;
     }
     return count == kWidth<A> ? v : first_or<A>(v, count, hidden);
+  }
+
+  ALLFINITE_INLINE Vec<A> added(int64_t i, int64_t count) const {
+    const Vec<A> x = load_some<A>(x_ + i, count), bias = load_some<A>(bias_ + i, count);
+    const Vec<A> score = fma(x, splat(scale_.lower), fma(x, splat(scale_.upper), bias));
+    const Vec<A> v = bias == -kInfinity<A> ? bias : score;
+    return count == kWidth<A> ? v : first_or<A>(v, count, -kInfinity<A>);
   }
 
   template <class Value>
@@ -343,60 +311,25 @@ class RowScores {
   const Scale<A>& scale_;
 };
 
-// --- mask rows -----------------------------------------------------------------------------------------------------
-
-// Rows of a mask as numbers of A to be added; one that serves several rows in a row is made once.
-template <class A>
-class MaskRows {
- public:
-  MaskRows(const SoftmaxMask& mask, A* buffer, int64_t n) : mask_(mask), buffer_(buffer), n_(n) {}
-
-  const A* row(int64_t index) {
-    if (!mask_.data) {
-      return nullptr;
-    }
-    int64_t offset = 0;
-    for (int d = mask_.dims - 1; d >= 0; --d) {
-      offset += index % mask_.size[d] * mask_.stride[d];
-      index /= mask_.size[d];
-    }
-    constexpr DType own = std::is_same_v<A, float> ? DType::kFloat32 : DType::kFloat64;
-    if (!mask_.is_bool && mask_.dtype == own && mask_.step == 1) {
-      return static_cast<const A*>(mask_.data) + offset;
-    }
-    if (offset != last_) {
-      fill(offset);
-      last_ = offset;
-    }
-    return buffer_;
-  }
-
- private:
-  void fill(int64_t offset) {
-    if (mask_.is_bool) {
-      const uint8_t* from = static_cast<const uint8_t*>(mask_.data) + offset;
-      for (int64_t i = 0; i < n_; ++i) {
-        buffer_[i] = from[i * mask_.step] ? A(0) : -kInfinity<A>;
-      }
-      return;
-    }
-    visit_dtype(mask_.dtype, [&](auto tag) {
-      const auto* from = static_cast<const typename decltype(tag)::type*>(mask_.data) + offset;
-      for (int64_t i = 0; i < n_; ++i) {
-        buffer_[i] = widen<A>(from[i * mask_.step]);
-      }
-    });
-  }
-
-  const SoftmaxMask& mask_;
-  A* buffer_;
-  int64_t n_;
-  int64_t last_ = -1;
-};
-
 // The scratch memory of a kernel, in parts of n numbers.
 inline void* scratch_part(void* scratch, int64_t n, int part) {
   return static_cast<char*>(scratch) + softmax_scratch_bytes(n) / 3 * part;
+}
+
+// f(row, its largest score): the row in kWide where kAdded does not serve.
+template <class T, Product kProduct, class F>
+ALLFINITE_INLINE void with_top(const T* x, const Accumulate<T>* bias, int64_t n, const Scale<Accumulate<T>>& scale,
+                               F&& f) {
+  const RowScores<T, kProduct> row(x, bias, n, scale);
+  const auto top = row.top();
+  if constexpr (kProduct == Product::kAdded) {
+    if (!(top <= kLargestAdded && top >= -kLargestAdded)) {
+      const RowScores<T, Product::kWide> wide(x, bias, n, scale);
+      f(wide, wide.top());
+      return;
+    }
+  }
+  f(row, top);
 }
 
 // f(Tag<T>, product as a constant): T is the storage type of the rows.
@@ -405,8 +338,14 @@ void visit_rows(DType dtype, double scale, const SoftmaxMask& mask, F&& f) {
   visit_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const bool added = mask.data && !mask.is_bool;
-    const Product product = added ? Product::kWide : Scale<Accumulate<T>>::template product<T>(scale);
-    if (product == Product::kWide) {
+    const Product product = Scale<Accumulate<T>>::template product<T>(scale);
+    if constexpr (std::is_same_v<T, Half>) {
+      if (added && product == Product::kPlain && __builtin_fabs(scale) <= 1) {
+        f(tag, std::integral_constant<Product, Product::kAdded>{});
+        return;
+      }
+    }
+    if (added || product == Product::kWide) {
       f(tag, std::integral_constant<Product, Product::kWide>{});
     } else if (product == Product::kPlain || !std::is_same_v<T, float>) {
       f(tag, std::integral_constant<Product, Product::kPlain>{});

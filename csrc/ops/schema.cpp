@@ -83,14 +83,15 @@ TORCH_LIBRARY(allfinite, m) {
       pt2);
 
   m.def("softmax(Tensor input, int dim, *, Tensor? mask=None, float scale=1.0) -> Tensor", pt2);
-  // dim >= 0; mask has as many dimensions as input. weights: the output of 16-bit rows before its rounding, in fp32, if
-  // keep_weights (as autograd sets it); else, and for fp32 and fp64, empty: there backward takes the output for it.
+  // dim >= 0; mask has as many dimensions as input. numbers: from which the backward of 16-bit rows makes the
+  // weights again, float64 [..., 2] with dim left out of input's sizes, if keep_numbers (as autograd sets it); else, and
+  // for fp32 and fp64, empty. kept: these numbers; for fp32 and fp64 the output.
   m.def(
-      "_softmax_forward(Tensor input, Tensor? mask, int dim, float scale, bool keep_weights) -> (Tensor output, Tensor "
-      "weights)",
+      "_softmax_forward(Tensor input, Tensor? mask, int dim, float scale, bool keep_numbers) -> (Tensor output, Tensor "
+      "numbers)",
       pt2);
   m.def(
-      "_softmax_backward(Tensor grad, Tensor input, Tensor? mask, Tensor weights, int dim, float scale, bool[2] "
+      "_softmax_backward(Tensor grad, Tensor input, Tensor? mask, Tensor kept, int dim, float scale, bool[2] "
       "output_mask) -> (Tensor, Tensor)",
       pt2);
 

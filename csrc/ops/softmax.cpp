@@ -59,9 +59,9 @@ using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const 
                                             double, std::array<bool, 2>);
 
 std::tuple<Tensor, Tensor> call_forward(const Tensor& input, const OptionalTensor& mask, int64_t dim, double scale,
-                                        bool keep_weights) {
+                                        bool keep_numbers) {
   static const auto op = find_op<Forward>("allfinite::_softmax_forward");
-  return op.call(input, mask, dim, scale, keep_weights);
+  return op.call(input, mask, dim, scale, keep_numbers);
 }
 
 Tensor softmax_composite(const Tensor& input, int64_t dim, const OptionalTensor& given_mask, double scale) {
@@ -114,11 +114,11 @@ variable_list reference_backward(const Tensor& grad, const variable_list& saved,
 }
 
 std::tuple<Tensor, Tensor> forward_autograd(const Tensor& input, const OptionalTensor& mask, int64_t dim, double scale,
-                                            bool keep_weights) {
-  const bool keep = keep_weights || torch::autograd::compute_requires_grad(input, or_undefined(mask));
+                                            bool keep_numbers) {
+  const bool keep = keep_numbers || torch::autograd::compute_requires_grad(input, or_undefined(mask));
   const auto run = [&]() -> variable_list {
-    auto [output, weights] = call_forward(input, mask, dim, scale, keep);
-    return {output, weights};
+    auto [output, numbers] = call_forward(input, mask, dim, scale, keep);
+    return {output, numbers};
   };
   const auto save = [&](const variable_list& outputs) -> std::vector<Saved> {
     const bool separate = softmax_rows::is_narrow(input);
@@ -139,9 +139,9 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& input, const OptionalT
 
 // --- meta ----------------------------------------------------------------------------------------------------------
 
-std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTensor&, int64_t, double,
-                                        bool keep_weights) {
-  return softmax_rows::outputs_like(input, keep_weights);
+std::tuple<Tensor, Tensor> forward_meta(const Tensor& input, const OptionalTensor&, int64_t dim, double,
+                                        bool keep_numbers) {
+  return softmax_rows::outputs_like(input, dim, keep_numbers);
 }
 
 std::tuple<Tensor, Tensor> backward_meta(const Tensor&, const Tensor& input, const OptionalTensor& mask, const Tensor&,

@@ -18,11 +18,16 @@ inline bool is_narrow(const Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
 }
 
-// The output and the weights.
-inline std::tuple<Tensor, Tensor> outputs_like(const Tensor& input, bool keep_weights) {
-  const auto options = input.options().dtype(is_narrow(input) ? at::kFloat : input.scalar_type());
-  const bool separate = keep_weights && is_narrow(input);
-  return {output_like(input), separate ? at::empty_symint(input.sym_sizes(), options) : at::empty({0}, options)};
+// The output, and what backward needs beside it: two numbers a row where the output is rounded to 16 bits.
+inline std::tuple<Tensor, Tensor> outputs_like(const Tensor& input, int64_t dim, bool keep_numbers) {
+  const auto options = input.options().dtype(at::kDouble);
+  if (!keep_numbers || !is_narrow(input)) {
+    return {output_like(input), at::empty({0}, options)};
+  }
+  auto sizes = input.sym_sizes().vec();
+  sizes.erase(sizes.begin() + dim);
+  sizes.push_back(2);
+  return {output_like(input), at::empty_symint(sizes, options)};
 }
 
 inline std::tuple<Tensor, Tensor> gradients_like(const Tensor& input, const OptionalTensor& mask,

@@ -1,9 +1,8 @@
 // softmax on the CPU: rows, masks and their gradients as the kernels take them (cpu/softmax.h).
 //
-// Rows that are not contiguous, as over any dimension but the last, are brought together by a copy, and back by
-// another: that takes two to five times as long as torch's own strided loop. A mask is never expanded: its strides are
-// passed on. Its gradient is a sum over the rows that share a row of the mask, in chunks that depend on the shapes
-// alone (F5).
+// Over any dimension but the last the kernels work on tiles of columns; only where a mask wants a gradient are rows
+// brought together by a copy, and back by another. A mask is never expanded: its strides are passed on. Its gradient is
+// a sum over the rows that share a row of the mask, in chunks that depend on the shapes alone (F5).
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -29,14 +28,45 @@ int64_t grain_rows(int64_t n) {
 
 class Scratch {
  public:
-  explicit Scratch(int64_t n) : memory_(new std::byte[static_cast<size_t>(cpu::softmax_scratch_bytes(n)) + 63]) {}
-  void* aligned() const {
+  explicit Scratch(int64_t bytes) : memory_(new std::byte[static_cast<size_t>(bytes) + 63]) {}
+  std::byte* aligned() const {
     const auto address = reinterpret_cast<uintptr_t>(memory_.get());
     return memory_.get() + ((64 - address % 64) % 64);
   }
 
  private:
   std::unique_ptr<std::byte[]> memory_;
+};
+
+// How [outer, n, inner] is cut into pieces of work: rows, or tiles of columns.
+struct Pieces {
+  Pieces(const Tensor& input, int64_t dim) : n(input.size(dim)), element_size(input.element_size()) {
+    for (int64_t d = dim + 1; d < input.dim(); ++d) {
+      inner *= input.size(d);
+    }
+    const int64_t width = inner == 1 ? 1 : cpu::softmax_tile_columns(n, element_size);
+    count = input.numel() / (n * inner) * at::divup(inner, width);
+    grain = std::max<int64_t>(1, grain_rows(n) / width);
+  }
+
+  // Runs the kernel on all of them, with memory of its own for each thread.
+  template <class Args>
+  void run(Args args, void (*kernel)(const Args&)) const {
+    args.n = n;
+    args.inner = inner;
+    at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+      const int64_t own = cpu::softmax_scratch_bytes(n);
+      const Scratch scratch(inner == 1 ? own : own + 3 * cpu::softmax_tile_bytes(n, element_size));
+      auto part = args;
+      part.scratch = scratch.aligned();
+      part.tiles = scratch.aligned() + own;
+      part.begin = begin;
+      part.end = end;
+      kernel(part);
+    });
+  }
+
+  int64_t n, element_size, inner = 1, count = 0, grain = 1;
 };
 
 // [rows..., n]: the dimension of the softmax last, contiguous.
@@ -98,50 +128,31 @@ struct RowMask {
 };
 
 // A float64 mask beside a narrower input is added in float64.
-std::tuple<Tensor, Tensor> forward_in_double(const Tensor& input, const OptionalTensor& mask, int64_t dim, double scale,
-                                             bool keep_weights);
+bool needs_double(const Tensor& input, const OptionalTensor& mask) {
+  return mask && mask->scalar_type() == at::kDouble && input.scalar_type() != at::kDouble;
+}
 
 std::tuple<Tensor, Tensor> forward(const Tensor& input, const OptionalTensor& mask, int64_t dim, double scale,
-                                   bool keep_weights) {
-  if (mask && mask->scalar_type() == at::kDouble && input.scalar_type() != at::kDouble) {
-    return forward_in_double(input, mask, dim, scale, keep_weights);
-  }
-  auto [output, weights] = outputs_like(input, keep_weights);
+                                   bool keep_numbers) {
+  auto [output, numbers] = outputs_like(input, dim, keep_numbers);
   if (input.numel() == 0) {
-    return {output, weights};
+    return {output, numbers};
   }
-  const bool separate = weights.numel() != 0;
-  const Tensor x = as_rows(input, dim), y = rows_for(output, dim), kept = separate ? rows_for(weights, dim) : weights;
+  if (needs_double(input, mask)) {  // backward will do without the numbers
+    output.copy_(std::get<0>(forward(input.to(at::kDouble), mask, dim, scale, false)));
+    return {output, numbers.zero_()};
+  }
+  const Tensor x = input.contiguous();
   const RowMask row_mask(mask, input, dim);
   cpu::SoftmaxForwardArgs args{};
   args.x = x.const_data_ptr();
-  args.y = y.data_ptr();
-  args.weights = separate ? kept.data_ptr<float>() : nullptr;
+  args.y = output.data_ptr();
+  args.numbers = numbers.numel() != 0 ? static_cast<cpu::SoftmaxRowNumbers*>(numbers.data_ptr()) : nullptr;
   args.mask = row_mask.description;
-  args.n = input.size(dim);
   args.scale = scale;
   args.dtype = cpu_dtype(input.scalar_type());
-  at::parallel_for(0, input.numel() / args.n, grain_rows(args.n), [&](int64_t begin, int64_t end) {
-    const Scratch scratch(args.n);
-    auto part = args;
-    part.scratch = scratch.aligned();
-    part.begin = begin;
-    part.end = end;
-    cpu::softmax_forward(part);
-  });
-  from_rows(y, output, dim);
-  if (separate) {
-    from_rows(kept, weights, dim);
-  }
-  return {output, weights};
-}
-
-std::tuple<Tensor, Tensor> forward_in_double(const Tensor& input, const OptionalTensor& mask, int64_t dim, double scale,
-                                             bool keep_weights) {
-  const auto [wide, none] = forward(input.to(at::kDouble), mask, dim, scale, false);
-  auto [output, weights] = outputs_like(input, keep_weights);
-  output.copy_(wide);
-  return {output, weights.numel() != 0 ? weights.copy_(wide) : weights};
+  Pieces(x, dim).run(args, &cpu::softmax_forward);
+  return {output, numbers};
 }
 
 // Positions of all elements over the dimensions `dims`, in order, with these strides.
@@ -206,7 +217,7 @@ void run_with_mask_gradient(const cpu::SoftmaxBackwardArgs& args, const Tensor& 
   const Tensor all_sums = chunks == 1 ? Tensor() : at::zeros({count, chunks, n}, at::kDouble);
   const int64_t grain = std::max<int64_t>(1, grain_rows(n) / std::min(per_chunk, groups.members));
   at::parallel_for(0, count * chunks, grain, [&](int64_t begin, int64_t end) {
-    const Scratch scratch(n);
+    const Scratch scratch(cpu::softmax_scratch_bytes(n));
     const std::unique_ptr<double[]> own_sums(chunks == 1 ? new double[n] : nullptr);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t group = task / chunks, chunk = task % chunks;
@@ -235,37 +246,44 @@ void run_with_mask_gradient(const cpu::SoftmaxBackwardArgs& args, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& input, const OptionalTensor& mask,
-                                    const Tensor& weights, int64_t dim, double scale, std::array<bool, 2> output_mask) {
+                                    const Tensor& kept, int64_t dim, double scale, std::array<bool, 2> output_mask) {
   auto [dx, dmask] = gradients_like(input, mask, output_mask);
   if (input.numel() == 0) {
     return {dx, dmask.defined() ? dmask.zero_() : dmask};
   }
-  const Tensor dy = as_rows(grad.to(input.scalar_type()), dim), x = as_rows(input, dim);
-  const Tensor y = as_rows(weights, dim), dx_rows = dx.defined() ? rows_for(dx, dim) : Tensor();
+  TORCH_CHECK_VALUE(
+      !is_narrow(input) || (kept.scalar_type() == at::kDouble && kept.numel() == input.numel() / input.size(dim) * 2),
+      "allfinite::_softmax_backward: expected kept to be the numbers of _softmax_forward, but got ", kept.scalar_type(),
+      " ", kept.sizes());
+  if (is_narrow(input) && needs_double(input, mask)) {
+    const Tensor wide = input.to(at::kDouble), y = std::get<0>(forward(wide, mask, dim, scale, false));
+    auto [wide_dx, wide_dmask] = backward(grad, wide, mask, y, dim, scale, output_mask);
+    return {dx.defined() ? dx.copy_(wide_dx) : dx, wide_dmask};
+  }
+  const bool by_rows = dmask.defined();
+  const auto arranged = [&](const Tensor& t) { return by_rows ? as_rows(t, dim) : t.contiguous(); };
+  const Tensor dy = arranged(grad.to(input.scalar_type())), x = arranged(input);
+  const Tensor y = is_narrow(input) ? kept.contiguous() : arranged(kept);
+  const Tensor dx_rows = by_rows && dx.defined() ? rows_for(dx, dim) : dx;
   const RowMask row_mask(mask, input, dim);
   cpu::SoftmaxBackwardArgs args{};
   args.dy = dy.const_data_ptr();
   args.x = x.const_data_ptr();
-  args.weights = y.const_data_ptr();
-  args.dx = dx_rows.defined() ? dx_rows.data_ptr() : nullptr;
+  args.y = is_narrow(input) ? nullptr : y.const_data_ptr();
+  args.numbers = is_narrow(input) ? static_cast<const cpu::SoftmaxRowNumbers*>(y.const_data_ptr()) : nullptr;
+  args.dx = dx.defined() ? dx_rows.data_ptr() : nullptr;
   args.mask = row_mask.description;
-  args.n = input.size(dim);
   args.scale = scale;
   args.dtype = cpu_dtype(input.scalar_type());
-  if (dmask.defined()) {
+  if (by_rows) {
+    args.n = input.size(dim);
+    args.inner = 1;
     run_with_mask_gradient(args, dmask.movedim(dim, -1), x.sizes());
-  } else {
-    at::parallel_for(0, input.numel() / args.n, grain_rows(args.n), [&](int64_t begin, int64_t end) {
-      const Scratch scratch(args.n);
-      auto part = args;
-      part.scratch = scratch.aligned();
-      part.begin = begin;
-      part.end = end;
-      cpu::softmax_backward(part);
-    });
-  }
-  if (dx.defined()) {
-    from_rows(dx_rows, dx, dim);
+    if (dx.defined()) {
+      from_rows(dx_rows, dx, dim);
+    }
+  } else if (dx.defined()) {
+    Pieces(x, dim).run(args, &cpu::softmax_backward);
   }
   return {dx, dmask};
 }

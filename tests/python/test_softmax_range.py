@@ -238,3 +238,19 @@ def test_f7_scale_zero():
         [1.0, 0.0]
     ]
     assert run_softmax(torch.randn(2, 4), 1, None, 0.0, torch.randn(2, 4))["dx"].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_f2_a_huge_finite_dy_on_masked_scores_changes_no_digit(dtype, dim):
+    """F2: a masked dy 1e8 (fp16) or 1e53 times the visible ones must not choose the row's power of two."""
+    x, mask = torch.ones(3, 40).to(dtype), torch.rand(3, 40) > 0.3
+    mask[:, :2] = torch.tensor([True, False])
+    dy = (torch.randn(3, 40) * (1e-4 if dtype == torch.float16 else 1e-31)).to(dtype)
+    loud = dy.masked_fill(~mask, 6e4 if dtype == torch.float16 else 2.1e22)
+    quiet = dy.masked_fill(~mask, 0)
+    x, mask, loud, quiet = (t if dim == 1 else t.T.contiguous() for t in (x, mask, loud, quiet))
+    for added in (mask, torch.zeros(x.shape).masked_fill(~mask, -INF).to(dtype)):
+        seen, expected = (run_softmax(x, dim, added, 1.0, t) for t in (loud, quiet))
+        assert torch.equal(seen["dx"], expected["dx"])
+        assert expected["dx"].ne(0).any()

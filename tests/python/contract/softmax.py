@@ -169,15 +169,13 @@ def _exact(case: Case) -> dict[str, Exact]:
     double = case.inputs["x"].dtype == torch.float64
     # A weight below fp32's normal range may be 0; in 16 bits that is below half of the smallest number.
     flushed = np.longdouble(2.0**-1020 if double else 2.0**-126)
-    given = wide(case.incoming["y"]).astype(np.longdouble)
-    dy = np.where(seen, given, 0)
+    dy = np.where(seen, wide(case.incoming["y"]).astype(np.longdouble), 0)
     mean, mean_size = ((t * y).sum(1, keepdims=True) for t in (dy, np.abs(dy)))
     ds, terms = np.where(seen, y * (dy - mean), 0), np.where(seen, y * (np.abs(dy) + mean_size), 0)
     mean_moved = (np.abs(dy) * moved).sum(1, keepdims=True)
     moved_ds = moved * (np.abs(dy) + mean_size + mean_moved) + y * mean_moved
     ds = np.where(seen & (bad | (seen & ~np.isfinite(dy)).any(1, keepdims=True)), np.nan, ds)
-    # KNOWN fault: a masked dy takes part in the choice of the row's power of two.
-    largest = np.abs(_finite(given)).max(1, initial=0, keepdims=True)
+    largest = np.abs(_finite(dy)).max(1, initial=0, keepdims=True)
     lost = 2 * flushed * largest + np.longdouble(2.0**-1074 if double else 2.0**-149) + _finite(moved_ds)
     scale = np.longdouble(case.options["scale"])
     result = {
