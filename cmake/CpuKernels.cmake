@@ -34,7 +34,9 @@ function(allfinite_cpu_kernel_rules target isa)
   # -Wno-psabi: vectors are passed between inlined functions only, so no calling convention is at stake.
   # -ffp-contract=off: a fused multiply-add is written as fma(), so that every path of a kernel rounds alike.
   # -fno-trapping-math: no floating-point exception flag is read, and selections may then become masks.
-  target_compile_options(${target} PRIVATE -O3 ${${isa}_flags} -Wno-psabi -fno-trapping-math -ffp-contract=off)
+  # -Wno-uninitialized: g++ 12 warns of its own AVX-512 header (GCC bug 105593).
+  target_compile_options(${target} PRIVATE -O3 ${${isa}_flags} -Wno-psabi -Wno-uninitialized -fno-trapping-math
+                                           -ffp-contract=off)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
 endfunction()
 

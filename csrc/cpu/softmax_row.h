@@ -8,7 +8,8 @@
 //           an ulp of which is 2^-18 already.
 //   kWide   scores in the next wider type (fp32: double, fp64: long double), for a float bias, and for a scale by which
 //           a finite difference could leave the range. A finite bias neither masks nor overflows.
-//   kAdded  fp16 rows with a float bias, |scale| <= 1: scores in fp32, each off by an ulp of itself. Rows whose largest score is
+//   kAdded  fp16 rows with a float bias, |scale| <= 1: scores in fp32, each off by an ulp of itself. Rows whose largest
+//   score is
 //           beyond kLargestAdded, so that this is above 2^-20, are done as kWide.
 #pragma once
 #include "cpu/math.h"

@@ -84,8 +84,8 @@ TORCH_LIBRARY(allfinite, m) {
 
   m.def("softmax(Tensor input, int dim, *, Tensor? mask=None, float scale=1.0) -> Tensor", pt2);
   // dim >= 0; mask has as many dimensions as input. numbers: from which the backward of 16-bit rows makes the
-  // weights again, float64 [..., 2] with dim left out of input's sizes, if keep_numbers (as autograd sets it); else, and
-  // for fp32 and fp64, empty. kept: these numbers; for fp32 and fp64 the output.
+  // weights again, float64 [..., 2] with dim left out of input's sizes, if keep_numbers (as autograd sets it); else,
+  // and for fp32 and fp64, empty. kept: these numbers; for fp32 and fp64 the output.
   m.def(
       "_softmax_forward(Tensor input, Tensor? mask, int dim, float scale, bool keep_numbers) -> (Tensor output, Tensor "
       "numbers)",
