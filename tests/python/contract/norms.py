@@ -220,7 +220,11 @@ def _excuse_subnormals(result: dict[str, Exact], dtype: torch.dtype, gamma: Arra
             e.slack = e.slack + half * len(dy) + of_xhat * np.abs(dy).sum(0)
         elif name in ("dx", "dresidual"):
             g = np.abs(dy * gamma)
-            e.slack = e.slack + rstd * (4 + 16 * np.where(np.isfinite(g), g, 0).max(1, initial=0, keepdims=True)) * half
+            g = np.where(np.isfinite(g), g, 0)
+            largest = g.max(1, initial=0, keepdims=True)
+            # An xhat of up to sqrt(n) multiplies the row's mean of g * xhat; g is in units of up to twice its largest.
+            of_mean = 2 * dy.shape[1] ** 0.5 * (half * largest + of_xhat * g.mean(1, keepdims=True))
+            e.slack = e.slack + rstd * ((4 + 16 * largest) * half + of_mean)
 
 
 def _excuse_mean(
@@ -240,6 +244,8 @@ def _excuse_mean(
         ("y", error * np.abs(gamma)), ("dx", rstd * (error * through)), ("dweight", (np.abs(dy) * error).sum(0)),
     ):  # fmt: skip
         result[name].slack = result[name].slack + slack
+    # An infinite gamma gives the sign of xhat; nearer to 0 than its error it may be either, or NaN.
+    result["y"].value = np.where(np.isinf(gamma) & (np.abs(xhat) <= error), np.nan, result["y"].value)
 
 
 def _compare(name: str, actual: Tensor, exact: Exact, case: Case) -> float:
