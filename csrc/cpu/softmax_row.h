@@ -8,9 +8,9 @@
 //           an ulp of which is 2^-18 already.
 //   kWide   scores in the next wider type (fp32: double, fp64: long double), for a float bias, and for a scale by which
 //           a finite difference could leave the range. A finite bias neither masks nor overflows.
-//   kAdded  fp16 rows with a float bias, |scale| <= 1: scores in fp32, each off by an ulp of itself. Rows whose largest
-//   score is
-//           beyond kLargestAdded, so that this is above 2^-20, are done as kWide.
+//   kAdded  16-bit rows with a float bias, |scale| <= 1: scores in fp32, each off by an ulp of itself. Rows whose
+//           largest score is beyond kLargestAdded, so that this is above 2^-20, are done as kWide. (bf16, whose
+//           products may cancel a bias of any size: where fp32 holds the scale exactly and one fused operation rounds.)
 #pragma once
 #include "cpu/math.h"
 #include "cpu/softmax.h"
@@ -266,7 +266,8 @@ class RowScores {
 
   ALLFINITE_INLINE Vec<A> added(int64_t i, int64_t count) const {
     const Vec<A> x = load_some<A>(x_ + i, count), bias = load_some<A>(bias_ + i, count);
-    const Vec<A> score = fma(x, splat(scale_.lower), fma(x, splat(scale_.upper), bias));
+    const Vec<A> score = std::is_same_v<T, BFloat16> ? fma(x, splat(scale_.high), bias)
+                                                     : fma(x, splat(scale_.lower), fma(x, splat(scale_.upper), bias));
     const Vec<A> v = bias == -kInfinity<A> ? bias : score;
     return count == kWidth<A> ? v : first_or<A>(v, count, -kInfinity<A>);
   }
@@ -340,8 +341,9 @@ void visit_rows(DType dtype, double scale, const SoftmaxMask& mask, F&& f) {
     using T = typename decltype(tag)::type;
     const bool added = mask.data && !mask.is_bool;
     const Product product = Scale<Accumulate<T>>::template product<T>(scale);
-    if constexpr (std::is_same_v<T, Half>) {
-      if (added && product == Product::kPlain && __builtin_fabs(scale) <= 1) {
+    if constexpr (sizeof(T) == 2) {
+      const bool exact = kFusedMultiplyAdd && static_cast<double>(static_cast<float>(scale)) == scale;
+      if (added && product == Product::kPlain && __builtin_fabs(scale) <= 1 && (exact || std::is_same_v<T, Half>)) {
         f(tag, std::integral_constant<Product, Product::kAdded>{});
         return;
       }
