@@ -218,28 +218,6 @@ void write_stats(const CrossEntropyRows& r, int64_t row, double largest, double 
   stats[2] = static_cast<A>(third);
 }
 
-template <class A, class T>
-double index_row(const CrossEntropyRows& r, int64_t row, const T* x) {
-  const int64_t target = r.target[row];
-  const auto [largest, others] = normalize<A>(x, r.n, target);
-  const double logit = widen<double>(x[target]), weight = class_weight<A>(r, target);
-  const bool is_largest = logit == largest;
-  const double total = others + (is_largest ? 1 : __builtin_exp(logit - largest));
-  const double log_sum = is_largest ? __builtin_log1p(others) : __builtin_log(total);
-  write_stats<A>(r, row, largest, log_sum, others / total);
-
-  double loss = product((1 - r.smoothing) * weight, (largest - logit) + log_sum);
-  if (r.smoothing != 0) {
-    const auto sums = sum_masses<A>(x, r.n, largest, [&](auto a) { return smoothed_mass<decltype(a), A>(r); });
-    loss += sums.product + r.smoothing / static_cast<double>(r.n) * r.weight_sum * log_sum;
-  }
-  if (r.z_loss != 0) {
-    const double lse = largest + log_sum;
-    loss += r.z_loss * weight * lse * lse;
-  }
-  return loss;
-}
-
 // log of the sum of exp(x - largest). Where the largest is nearly all there is, it is summed without it again: the
 // others would be lost beside its 1.
 template <class A, class T>
@@ -252,6 +230,30 @@ double log_of_sum(const T* x, int64_t n, const Normalizer& all) {
     ++at;
   }
   return __builtin_log1p(normalize<A>(x, n, at).others);
+}
+
+template <class A, class T>
+double index_row(const CrossEntropyRows& r, int64_t row, const T* x) {
+  const int64_t target = r.target[row];
+  const auto [largest, others] = normalize<A>(x, r.n, target);
+  const double logit = widen<double>(x[target]), weight = class_weight<A>(r, target);
+  const bool is_largest = logit == largest;
+  const double total = others + (is_largest ? 1 : __builtin_exp(logit - largest));
+  const double log_sum = is_largest         ? __builtin_log1p(others)
+                         : r.smoothing == 0 ? __builtin_log(total)
+                                            : log_of_sum<A>(x, r.n, {largest, total});
+  write_stats<A>(r, row, largest, log_sum, others / total);
+
+  double loss = product((1 - r.smoothing) * weight, (largest - logit) + log_sum);
+  if (r.smoothing != 0) {
+    const auto sums = sum_masses<A>(x, r.n, largest, [&](auto a) { return smoothed_mass<decltype(a), A>(r); });
+    loss += sums.product + r.smoothing / static_cast<double>(r.n) * r.weight_sum * log_sum;
+  }
+  if (r.z_loss != 0) {
+    const double lse = largest + log_sum;
+    loss += r.z_loss * weight * lse * lse;
+  }
+  return loss;
 }
 
 template <class A, class T, class P>

@@ -26,10 +26,10 @@ struct SoftmaxMask {
 constexpr int64_t softmax_scratch_bytes(int64_t n) {
   return 3 * ((n * 8 + 63) / 64 * 64);
 }
-// Columns of a tile: whole cache lines, as many as 128 KB hold, within one line and 256 bytes.
+// Columns of a tile: whole cache lines, as many as 512 KB hold, within one line and 512 bytes.
 constexpr int64_t softmax_tile_columns(int64_t n, int64_t element_size) {
-  const int64_t lines = 131072 / (64 * n);
-  return (lines < 1 ? 1 : lines > 4 ? 4 : lines) * (64 / element_size);
+  const int64_t lines = 524288 / (64 * n);
+  return (lines < 1 ? 1 : lines > 8 ? 8 : lines) * (64 / element_size);
 }
 constexpr int64_t softmax_tile_bytes(int64_t n, int64_t element_size) {
   return softmax_tile_columns(n, element_size) * element_size * n;

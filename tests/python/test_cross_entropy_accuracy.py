@@ -127,6 +127,14 @@ def test_f3_a_smoothed_target_without_mass_of_its_own(smoothing):
         assert ((dx - (mass * p - q)).abs() <= 2**-19 * (mass * p + q) + 2**-24 * (mass * p - q).abs()).all()
 
 
+@pytest.mark.parametrize("offset", [0.0, 2.0, 40.3])
+def test_f3_the_mass_of_smoothing_on_a_confident_class_keeps_its_digits(offset):
+    """F3: all mass on the largest logit, which is not the target: the loss is log1p of the others there, too."""
+    x, target = torch.tensor([[-10.0, 0.0]]) + offset, torch.tensor([0])
+    options = Options(weight=torch.tensor([0.0, 1.0]), label_smoothing=0.1, reduction="none")
+    assert_cross_entropy_accurate(x, target, options, torch.ones(1))
+
+
 def test_f3_far_logits_are_subtracted_exactly():
     """F3: x - max is rounded at up to 2^-18 where it is 64 and more; the gradient must not see it."""
     x = torch.cat([torch.rand(2000, 1) * 20 + 20, torch.randn(2000, 9) - 30], 1)
