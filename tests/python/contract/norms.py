@@ -244,8 +244,14 @@ def _excuse_mean(
         ("y", error * np.abs(gamma)), ("dx", rstd * (error * through)), ("dweight", (np.abs(dy) * error).sum(0)),
     ):  # fmt: skip
         result[name].slack = result[name].slack + slack
-    # An infinite gamma gives the sign of xhat; nearer to 0 than its error it may be either, or NaN.
-    result["y"].value = np.where(np.isinf(gamma) & (np.abs(xhat) <= error), np.nan, result["y"].value)
+    # What is infinite gives the sign of xhat; nearer to 0 than its error that may be either, or NaN.
+    near, endless = np.abs(xhat) <= error, np.isinf(g)
+    for name, doubtful in (
+        ("y", np.isinf(gamma) & near),
+        ("dx", endless.any(1, keepdims=True) & near | (endless & near).any(1, keepdims=True)),
+        ("dweight", (np.isinf(dy) & near).any(0)),
+    ):
+        result[name].value = np.where(doubtful, np.nan, result[name].value)
 
 
 def _compare(name: str, actual: Tensor, exact: Exact, case: Case) -> float:
