@@ -325,10 +325,17 @@ def verify(case: Case, p: Params, api: Any) -> dict[str, float]:
     rows = problem.seen.shape[0] * problem.seen.shape[1] * problem.seen.shape[2]
     rows = rows if p.dropout == 0 else 0  # a row alone is another position, so another mask
     shared = Shared(
-        case, got, rng, lambda row: _alone(case, problem, row), rows, lambda _: problem.linear, problem.least
+        case, got, rng, lambda row: _alone(case, problem, row), rows, lambda _: problem.linear, problem.least, _least
     )
     cross_check(p.cross_check, shared, api)
     return shares
+
+
+def _least(case: Case) -> dict[str, float]:
+    """F4 of dvalue: its rows of dO have one unit; what lies 2^-100 below the largest of them may lose digits."""
+    if "output" not in case.incoming:
+        return {}
+    return {"dvalue": 2.0**-100 * float(np.abs(wide(case.incoming["output"])).max(initial=0))}
 
 
 def _compare(name: str, actual: Tensor, exact: Exact, dtype: torch.dtype, case: Case) -> float:

@@ -62,6 +62,7 @@ class Shared(NamedTuple):
     rows: int = 0
     linear: Callable[[Case], dict[str, Any]] = lambda case: {}  # where F4 holds, for the results where not everywhere
     least: float = 0.0  # and from which magnitude on, beside the smallest normal number
+    least_of: Callable[[Case], dict[str, float]] = lambda case: {}  # the same for some results of a case
 
 
 def cross_check(kind: str, shared: Shared, api: object) -> None:
@@ -76,8 +77,10 @@ def cross_check(kind: str, shared: Shared, api: object) -> None:
         base, scaled, k = rules.scalable(shared.rng, case)
         first, second = base.run(api), scaled.run(api)
         where = shared.linear(base if k > 0 else scaled)
+        least = shared.least_of(scaled if k > 0 else base)
         for name in ("d" + name for name in case.wrt):
-            rules.linear(name, first[name], second[name], k, where.get(name, True), shared.least, base, scaled)
+            lowest = max(shared.least, least.get(name, 0.0))
+            rules.linear(name, first[name], second[name], k, where.get(name, True), lowest, base, scaled)
     elif kind == "layout":
         plain = change(
             case,
