@@ -290,3 +290,14 @@ def test_f4_gradients_of_output_and_lse_together(exponent: int) -> None:
     scaled = torch.autograd.grad(results, leaves, [t * 2.0**exponent for t in incoming])
     for a, b in zip(plain, scaled, strict=True):
         assert_same_bits(a.double() * 2.0**exponent, b.double())
+
+
+def test_f1_rows_of_zeros_have_no_say_in_the_unit_of_a_sum_over_rows():
+    """F1: dK is dS q of one row; the others have q = 0 and one of them a huge dO, beside which the sum vanished."""
+    q, k, v = torch.zeros(3, 1), torch.ones(2, 1), torch.ones(2, 1)
+    q[1] = 2.0**-108
+    k.requires_grad_()
+    output, lse = allfinite.scaled_dot_product_attention(q, k, v, return_lse=True)
+    grad = torch.tensor([[-(2.0**121)], [128.0], [0.0]])
+    (dk,) = torch.autograd.grad([output, lse], k, [grad, torch.full((3,), 2.0**80)])
+    assert dk.tolist() == [[2.0**-29]] * 2  # 1/2 * grad_lse * q, and no rounding

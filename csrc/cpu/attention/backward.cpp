@@ -75,14 +75,36 @@ class Backward {
     if (!scaled_) {
       return;
     }
-    largest_ = row_exponents({batch_, first_head_, 0, 1}, 0);
+    bool any_key = false, any_value = false;
     for (int64_t head = first_head_; head < first_head_ + group_; ++head) {
       for (int64_t row = 0; row < p_.queries; ++row) {
-        const Exponents e = row_exponents({batch_, head, row, 1}, 0);
-        largest_.key = e.key > largest_.key ? e.key : largest_.key;
-        largest_.value = e.value > largest_.value ? e.value : largest_.value;
+        const RowTile t{batch_, head, row, 1};
+        const Exponents e = row_exponents(t, 0);
+        if (!zero_row(p_.query, t)) {
+          largest_.key = any_key && largest_.key > e.key ? largest_.key : e.key;
+          any_key = true;
+        }
+        if (!zero_row(p_.grad, t)) {
+          largest_.value = any_value && largest_.value > e.value ? largest_.value : e.value;
+          any_value = true;
+        }
       }
     }
+  }
+
+  // Such a row adds nothing, and has no say in the power of two of the sum, in which the others might vanish.
+  // (Of a slice that is not finite, rows are packed without their numbers.)
+  bool zero_row(const AttentionPacked& packed, const RowTile& t) const {
+    if (Scores<A>::has(packed, scores().query_slice(t), kAttentionNonFinite)) {
+      return false;
+    }
+    const A* numbers = static_cast<const A*>(packed.row_major) + scores().packed_row(packed, t) * packed.padded_columns;
+    for (int64_t i = 0; i < packed.columns; ++i) {
+      if (numbers[i] != 0) {
+        return false;
+      }
+    }
+    return true;
   }
 
   void rows(const RowTile& t, int64_t tile) {
@@ -133,7 +155,9 @@ class Backward {
     for (int64_t r = 0; r < t.rows; ++r) {
       const Span span = scores().span(band, r, scores().keys_in(tile));
       const Exponents own = row_exponents(t, r);
-      const A value = power_of_two<A>(own.value - largest_.value), key = power_of_two<A>(own.key - largest_.key);
+      // Above 1 only where the row is zero.
+      const A value = power_of_two<A>(static_cast<int>(smaller(own.value - largest_.value, 0)));
+      const A key = power_of_two<A>(static_cast<int>(smaller(own.key - largest_.key, 0)));
       for (int64_t j = span.begin; j < span.end; ++j) {
         tile_.weights(r)[j] *= value;
         tile_.gradients(r)[j] *= key;
