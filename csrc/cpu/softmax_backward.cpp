@@ -6,7 +6,7 @@
 // from those that underflowed. Floor: copy bandwidth out of cache; in cache about 9 vector instructions for 16 elements
 // (AVX-512), and 14 more where a weight is made again.
 // Left after measurement (as in softmax.cpp): short rows pay for the sum over the lanes, long ones for reading dy and y
-// twice out of L2 or L3; 16-bit rows for exp, 0.15 ns an element.
+// twice out of L2 or L3; 16-bit rows for exp, 0.17 ns an element.
 //
 // Accumulation: fp32 (fp64) products in chains of 8 vectors, the chains in double (row_sum.h); the mask's gradient in
 // double, row after row.
