@@ -21,12 +21,6 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   list(APPEND avx512_flags -Wno-maybe-uninitialized)
 endif()
 
-# Kernels throw nothing. Where much is inlined (attention) g++ may name its handler of exceptions all the same, by a weak
-# symbol.
-set(ALLFINITE_ATTENTION_KERNELS ${ALLFINITE_CPU_KERNELS})
-list(FILTER ALLFINITE_ATTENTION_KERNELS INCLUDE REGEX "cpu/attention/")
-set_source_files_properties(${ALLFINITE_ATTENTION_KERNELS} PROPERTIES COMPILE_OPTIONS -fno-exceptions)
-
 function(allfinite_cpu_kernel_rules target isa)
   allfinite_compile_rules(${target})
   target_compile_features(${target} PRIVATE cxx_std_20)
@@ -35,8 +29,9 @@ function(allfinite_cpu_kernel_rules target isa)
   # -ffp-contract=off: a fused multiply-add is written as fma(), so that every path of a kernel rounds alike.
   # -fno-trapping-math: no floating-point exception flag is read, and selections may then become masks.
   # -Wno-uninitialized: g++ 12 warns of its own AVX-512 header (GCC bug 105593).
+  # -fno-exceptions: kernels throw nothing, and where much is inlined g++ names its handler all the same, by a weak symbol.
   target_compile_options(${target} PRIVATE -O3 ${${isa}_flags} -Wno-psabi -Wno-uninitialized -fno-trapping-math
-                                           -ffp-contract=off)
+                                           -ffp-contract=off -fno-exceptions)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
 endfunction()
 

@@ -43,7 +43,7 @@ ALLFINITE_INLINE Vec<IndexOf<A>> lane_numbers() {
   return numbers;
 }
 
-// Maximum of all elements and sum of exp(x - shift) over all but one, from any number of ranges.
+// Maximum of all elements and sum of exp(x - from) over all but one, from any number of ranges.
 template <class A, class T, class Exp>
 class ExpSum {
  public:

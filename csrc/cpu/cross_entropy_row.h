@@ -1,4 +1,4 @@
-// What forward and backward of cross entropy do to one row in the same way: exp(x - shift), and the mass that the
+// What forward and backward of cross entropy do to one row in the same way: exp(x - from), and the mass that the
 // target puts on each class.
 #pragma once
 #include "cpu/cross_entropy.h"
@@ -22,8 +22,6 @@ class RowExp {
   double from() const { return power_ * kLn2; }
 
  private:
-  static constexpr double kLn2 = 0.6931471805599453;
-
   double power_;
   ExpUnit unit_;
 };

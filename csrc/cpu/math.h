@@ -6,13 +6,36 @@
 namespace allfinite::cpu::ALLFINITE_ISA {
 namespace {
 
+constexpr double kLn2 = 0.6931471805599453;
+
+#if defined(__AVX512F__)
+// An exponent rounded to a multiple of 1 / 16, which adding kRoundToSixteenths leaves in the low bits, has its fraction
+// looked up in a register; scalef takes the whole part.
+constexpr float kRoundToSixteenths = 0x1.8p19f;
+
+// 2^(k / 16), k = 0 to 15.
+ALLFINITE_INLINE Vec<float> roots_of_two() {
+  return Vec<float>{1.0f,          0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f,  0x1.3dea64p0f,
+                    0x1.4bfdaep0f, 0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f,
+                    0x1.ae89fap0f, 0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f};
+}
+ALLFINITE_INLINE Vec<float> root_at(Vec<float> shifted, Vec<float> roots) {
+  return _mm512_permutexvar_ps((__m512i)shifted, roots);
+}
+// root * exp(r) for |r| <= ln 2 / 32; the polynomial is minimax in the relative error of exp, 1.6e-9.
+ALLFINITE_INLINE Vec<float> times_exp(Vec<float> root, Vec<float> r) {
+  const Vec<float> p = fma(fma(r, splat(0x1.555748p-3f), splat(0x1.00022p-1f)), r, splat(1.0f));
+  return fma(root * r, p, root);
+}
+#endif
+
 // The unit of a row's exponentials: 2^-power exp(x), 0 where that is below 2^-126. |power| <= 384.
 struct ExpUnit {
   float power = 0;
   float lowest = -87.33654f;  // (power - 126) ln 2
 };
 ALLFINITE_INLINE ExpUnit exp_unit(double power) {
-  return {static_cast<float>(power), static_cast<float>((power - 126) * 0.6931471805599453)};
+  return {static_cast<float>(power), static_cast<float>((power - 126) * kLn2)};
 }
 
 // 2^-power exp(x); exp(0) is exactly 1 for a power of 0. The result must not overflow: x <= 88 for a power of 0.
@@ -24,18 +47,12 @@ ALLFINITE_INLINE Vec<float> exp(Vec<float> x, ExpUnit unit = {}) {
   const Vec<float> lowest = splat(unit.lowest);
   const Vec<float> clamped = max(lowest, x);
 #if defined(__AVX512F__)
-  // 2^(k / 16) from a register; scalef takes the whole part of n. 13 instructions.
-  constexpr float kRound = 0x1.8p19f;  // adding it rounds to a multiple of 1 / 16, which is left in the low bits
-  const __m512 roots = {1.0f,          0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f,  0x1.3dea64p0f,
-                        0x1.4bfdaep0f, 0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f,
-                        0x1.ae89fap0f, 0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f};
-  const Vec<float> shifted = fma(clamped, splat(kLog2E), splat(kRound));
-  const Vec<float> n = shifted - kRound;
+  // 13 instructions.
+  const Vec<float> shifted = fma(clamped, splat(kLog2E), splat(kRoundToSixteenths));
+  const Vec<float> n = shifted - kRoundToSixteenths;
   const Vec<float> r = fma(n, splat(-kLn2Low), fma(n, splat(-kLn2High), clamped));
-  const Vec<float> root = _mm512_permutexvar_ps((__m512i)shifted, roots);
-  const Vec<float> p = fma(fma(r, splat(0x1.555748p-3f), splat(0x1.00022p-1f)), r, splat(1.0f));  // 1.6e-9
   const __mmask16 normal = _mm512_cmp_ps_mask(x, lowest, _CMP_NLT_UQ);
-  return _mm512_maskz_scalef_ps(normal, fma(root * r, p, root), n - unit.power);
+  return _mm512_maskz_scalef_ps(normal, times_exp(root_at(shifted, roots_of_two()), r), n - unit.power);
 #else
   constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which is left in the low bits
   const Vec<float> shifted = fma(clamped, splat(kLog2E), splat(kRound));

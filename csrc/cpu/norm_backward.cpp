@@ -67,11 +67,11 @@ void sum_rows(const Rows<T, X>& rows, int first, const A* weights, int64_t n, A*
     const int64_t stop = start + block < n ? start + block : n;
     Vec<A> sum_g[kCount][kLanes] = {}, sum_gx[kCount][kLanes] = {};
     const auto step = [&](int u, int64_t i, int64_t count) __attribute__((always_inline)) {
-      const Vec<A> weight = kWeighted ? load_lanes<A>(weights + i, count) : Vec<A>{};
+      const Vec<A> weight = kWeighted ? load_some<A>(weights + i, count) : Vec<A>{};
       Vec<A> of_weight = {}, of_bias = {};
       for (int r = 0; r < kCount; ++r) {
-        const Vec<A> d = load_lanes<A>(rows.dy[first + r] + i, count);
-        const Vec<A> x = load_lanes<A>(rows.x[first + r] + i, count);
+        const Vec<A> d = load_some<A>(rows.dy[first + r] + i, count);
+        const Vec<A> x = load_some<A>(rows.x[first + r] + i, count);
         const Vec<A> scaled = kScaled ? x * rows.stats[first + r].scale : x;
         const Vec<A> xhat = of_row<kCentred>(normalise[r](scaled), count);
         const Vec<A> g = kWeighted ? d * weight : d;
@@ -86,10 +86,10 @@ void sum_rows(const Rows<T, X>& rows, int first, const A* weights, int64_t n, A*
         }
       }
       if constexpr (kColumns) {
-        store_lanes(columns + i, load_lanes<A>(columns + i, count) + of_weight, count);
+        store_some(columns + i, load_some<A>(columns + i, count) + of_weight, count);
         if constexpr (kCentred) {
           A* bias = columns + n + i;
-          store_lanes(bias, load_lanes<A>(bias, count) + of_bias, count);
+          store_some(bias, load_some<A>(bias, count) + of_bias, count);
         }
       }
     };
@@ -125,7 +125,7 @@ struct Output {
 template <Place kPlace, class A, class T, class X>
 ALLFINITE_INLINE void write_vector(const Output<T, X>& out, int64_t i, int64_t count, Vec<A> d) {
   if (out.dsum) {
-    d += load_lanes<A>(out.dsum + i, count);
+    d += load_some<A>(out.dsum + i, count);
   }
   if (out.dx) {
     store_output<kPlace>(out.dx + i, d, count);
@@ -144,8 +144,8 @@ void write_scaled(const A* g, const A* xhat, int64_t n, const RowSums<A>& sums, 
   __builtin_frexp(static_cast<double>(s.scale), &of_scale);  // a power of two: 0.5 * 2^of_scale
   const int shift = exponent + of_rstd + s.exponent + of_scale - 1;
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    const Vec<A> centred = load_lanes<A>(g + i, count) - sums.mean_g;
-    const Vec<A> d = fma(load_lanes<A>(xhat + i, count), splat(-sums.mean_g_xhat), centred) * factor;
+    const Vec<A> centred = load_some<A>(g + i, count) - sums.mean_g;
+    const Vec<A> d = fma(load_some<A>(xhat + i, count), splat(-sums.mean_g_xhat), centred) * factor;
     for (int64_t k = 0; k < count; ++k) {
       const double total = scaled_sum<A>(d[k], shift, out.dsum ? widen<A>(out.dsum[i + k]) : A(0));
       if (out.dx) {
@@ -167,8 +167,8 @@ void write_plain(const Rows<T, X>& rows, int row, const A* weight, int64_t n, co
   const Normalise<kCentred, A> normalise(rows.stats[row]);
   const Vec<A> mean = splat(sums.mean_g), slope = splat(-sums.mean_g_xhat), rstd = splat(rows.stats[row].rstd);
   const auto gradient = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-    const Vec<A> g = load_lanes<A>(dy + i, count) * load_lanes<A>(weight + i, count);
-    const Vec<A> xhat = normalise(load_lanes<A>(x + i, count));
+    const Vec<A> g = load_some<A>(dy + i, count) * load_some<A>(weight + i, count);
+    const Vec<A> xhat = normalise(load_some<A>(x + i, count));
     prefetch<kPlace>(dy, i + kRows * n);
     prefetch<kPlace>(x, i + kRows * n);
     return fma(xhat, slope, kCentred ? g - mean : g) * rstd;
@@ -214,7 +214,7 @@ bool write_special(const Rows<T, X>& rows, int row, const A* weight, int64_t n, 
     return false;
   }
   for_each_vector<A>(
-      n, [&](int64_t i, int64_t count) { store_lanes(g + i, load_lanes<A>(rows.dy[row] + i, count), count); });
+      n, [&](int64_t i, int64_t count) { store_some(g + i, load_some<A>(rows.dy[row] + i, count), count); });
   int exponent = 0;
   const bool scaled = !in_range && rescue_exponent<A>(g, weight, n, exponent);
   if (!scaled && !apart) {
@@ -222,7 +222,7 @@ bool write_special(const Rows<T, X>& rows, int row, const A* weight, int64_t n, 
   }
   const Normalise<kCentred, A> normalise(stats);
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    store_lanes(xhat + i, normalise(load_lanes<A>(rows.x[row] + i, count) * stats.scale), count);
+    store_some(xhat + i, normalise(load_some<A>(rows.x[row] + i, count) * stats.scale), count);
   });
   RowSums<A> sums = plain;
   if (scaled) {
@@ -232,7 +232,7 @@ bool write_special(const Rows<T, X>& rows, int row, const A* weight, int64_t n, 
                                                &sums);
   } else {
     for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-      store_lanes(g + i, load_lanes<A>(g + i, count) * load_lanes<A>(weight + i, count), count);
+      store_some(g + i, load_some<A>(g + i, count) * load_some<A>(weight + i, count), count);
     });
   }
   write_scaled(g, xhat, n, sums, stats, exponent, out);

@@ -35,7 +35,7 @@ void write_columns(const NormColumnsArgs& a, int64_t which, G* out) {
   for_each_vector<double>(n, [&](int64_t i, int64_t count) {
     Vec<double> total = {};
     for (int64_t c = 0; c < a.chunks; ++c) {
-      total += load_lanes<double>(sums + c * 2 * n + i, count);
+      total += load_some<double>(sums + c * 2 * n + i, count);
     }
     for (int64_t k = 0; k < count; ++k) {
       const double sum = total[k];

@@ -80,7 +80,7 @@ Moments moments(const S* x, int64_t n, A centre) {
     }
     for (; i < stop; i += w) {
       const int64_t count = stop - i < w ? stop - i : w;
-      const Vec<A> v = load_lanes<A>(x + i, count);
+      const Vec<A> v = load_some<A>(x + i, count);
       const Vec<A> d = kCentred ? first_lanes(v - centre, count) : v;
       square[0] = fma(d, d, square[0]);
       if constexpr (kSum != Sum::kNone) {
@@ -143,7 +143,7 @@ template <class A, class S>
 A rescue_scale(const S* x, int64_t n, double eps) {
   Vec<A> largest_lanes = {}, poison = {};
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    const Vec<A> v = load_lanes<A>(x + i, count);
+    const Vec<A> v = load_some<A>(x + i, count);
     largest_lanes = max(abs(v), largest_lanes);
     poison += v * 0;  // NaN from an infinity or a NaN
   });
@@ -165,7 +165,7 @@ template <class A, class S>
 bool all_equal(const S* x, int64_t n, A value) {
   Vec<A> largest = {}, poison = {};
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    const Vec<A> difference = first_lanes(load_lanes<A>(x + i, count) - value, count);
+    const Vec<A> difference = first_lanes(load_some<A>(x + i, count) - value, count);
     largest = max(largest, abs(difference));
     poison += difference * 0;
   });
@@ -203,7 +203,7 @@ bool rescue(const S* x, int64_t n, double eps, double variance, A* buffer, RowSt
     const A scale = rescue_scale<A>(x, n, eps);
     if (scale != 1) {
       for_each_vector<A>(
-          n, [&](int64_t i, int64_t count) { store_lanes(buffer + i, load_lanes<A>(x + i, count) * scale, count); });
+          n, [&](int64_t i, int64_t count) { store_some(buffer + i, load_some<A>(x + i, count) * scale, count); });
       s = row_stats<kSum>(static_cast<const A*>(buffer), n, scale, eps, variance);
       return true;
     }
@@ -241,11 +241,11 @@ void write_rows(const S* const* x, const A* weight, const A* bias, T* y, int64_t
     normalise[r] = Normalise<kCentred, A>(stats[r]);
   }
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    const Vec<A> g = load_lanes<A>(weight + i, count);
-    const Vec<A> b = kCentred ? load_lanes<A>(bias + i, count) : Vec<A>{};
+    const Vec<A> g = load_some<A>(weight + i, count);
+    const Vec<A> b = kCentred ? load_some<A>(bias + i, count) : Vec<A>{};
     Vec<A> v[kCount];
     for (int r = 0; r < kCount; ++r) {  // before the first store: one at the same offset in a page would delay them
-      v[r] = load_lanes<A>(x[r] + i, count);
+      v[r] = load_some<A>(x[r] + i, count);
     }
     for (int r = 0; r < kCount; ++r) {
       store_output<kPlace>(y + r * n + i, affine<kCentred, A>(normalise[r](v[r]), g, b), count);
@@ -262,9 +262,9 @@ void write_rows(const S* const* x, const A* weight, const A* bias, T* y, int64_t
 template <Place kPlace, class A, class T, class X>
 void add_residual(const T* x, const X* residual, X* sum, int64_t n, X* kept) {
   for_each_vector<A>(n, [&](int64_t i, int64_t count) {
-    const Vec<A> total = load_lanes<A>(x + i, count) + load_lanes<A>(residual + i, count);
+    const Vec<A> total = load_some<A>(x + i, count) + load_some<A>(residual + i, count);
     if constexpr (kPlace == Place::kStreamed) {
-      store_lanes(kept + i, total, count);
+      store_some(kept + i, total, count);
     }
     store_output<kPlace>(sum + i, total, count);
   });

@@ -36,7 +36,7 @@ double scaled_sum(A a, int exponent, A b) {
 template <class A>
 bool all_zero(const A* p, int64_t n) {
   Vec<A> nonzero = {};
-  for_each_vector<A>(n, [&](int64_t i, int64_t count) { nonzero = max(nonzero, abs(load_lanes<A>(p + i, count))); });
+  for_each_vector<A>(n, [&](int64_t i, int64_t count) { nonzero = max(nonzero, abs(load_some<A>(p + i, count))); });
   return max_lanes<A>(nonzero) == 0;
 }
 

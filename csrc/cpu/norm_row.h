@@ -75,25 +75,12 @@ class Normalise {
   Vec<A> mean_, low_, rstd_;
 };
 
-template <class A, class T>
-ALLFINITE_INLINE Vec<A> load_lanes(const T* p, int64_t count) {
-  return count == kWidth<A> ? load<A>(p) : load_partial<A>(p, count);
-}
-template <class T, class V>
-ALLFINITE_INLINE void store_lanes(T* p, V v, int64_t count) {
-  if (count == static_cast<int64_t>(sizeof(V) / sizeof(v[0]))) {
-    store(p, v);
-  } else {
-    store_partial(p, v, count);
-  }
-}
-
 template <Place kPlace, class T, class V>
 ALLFINITE_INLINE void store_output(T* p, V v, int64_t count) {
   if constexpr (kPlace == Place::kStreamed) {
     store_streaming(p, v);
   } else {
-    store_lanes(p, v, count);
+    store_some(p, v, count);
   }
 }
 
@@ -137,8 +124,7 @@ const A* widened(const T* p, int64_t n, A* buffer) {
   if constexpr (std::is_same_v<A, T>) {
     return p;
   } else {
-    for_each_vector<A>(n,
-                       [&](int64_t i, int64_t count) { store_lanes(buffer + i, load_lanes<A>(p + i, count), count); });
+    for_each_vector<A>(n, [&](int64_t i, int64_t count) { store_some(buffer + i, load_some<A>(p + i, count), count); });
     return buffer;
   }
 }

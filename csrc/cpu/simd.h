@@ -173,6 +173,21 @@ ALLFINITE_INLINE V first_lanes(V v, int64_t n) {
 #endif
 }
 
+// The lanes [first, last) of v, and `other` in those outside.
+template <class A>
+ALLFINITE_INLINE Vec<A> lanes_within(Vec<A> v, int64_t first, int64_t last, A other) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<A, float>) {
+    const uint32_t below = first <= 0 ? 0 : lane_mask(first, 16), inside = last <= 0 ? 0 : lane_mask(last, 16);
+    return _mm512_mask_mov_ps(splat(other), static_cast<__mmask16>(inside & ~below), v);
+  }
+#endif
+  for (int64_t i = 0; i < kWidth<A>; ++i) {
+    v[i] = i >= first && i < last ? v[i] : other;
+  }
+  return v;
+}
+
 ALLFINITE_INLINE Vec<double> to_doubles(FloatsForDoubles v) {
 #if defined(__AVX512F__)
   return _mm512_cvtps_pd((__m256)v);  // g++ makes two halves of the general form

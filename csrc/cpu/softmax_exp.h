@@ -13,14 +13,11 @@ template <class T>
 constexpr float kLowestPower = std::is_same_v<T, BFloat16> ? -135 : -126;
 
 #if defined(__AVX512F__)
-// 2^(k / 16) * 2^kLift<T>, for a look-up in a register.
+// 2^(k / 16) * 2^kLift<T>.
 template <class T>
-ALLFINITE_INLINE Vec<float> sixteenth_powers() {
+ALLFINITE_INLINE Vec<float> lifted_root_at(Vec<float> shifted) {
   constexpr float kOne = kLift<T> ? 65536.0f : 1.0f;
-  return Vec<float>{1.0f,          0x1.0b5586p0f, 0x1.172b84p0f, 0x1.2387a6p0f, 0x1.306fep0f,  0x1.3dea64p0f,
-                    0x1.4bfdaep0f, 0x1.5ab07ep0f, 0x1.6a09e6p0f, 0x1.7a1148p0f, 0x1.8ace54p0f, 0x1.9c4918p0f,
-                    0x1.ae89fap0f, 0x1.c199bep0f, 0x1.d5818ep0f, 0x1.ea4afap0f} *
-         kOne;
+  return root_at(shifted, roots_of_two() * kOne);
 }
 #endif
 
@@ -30,14 +27,11 @@ template <class T>
 ALLFINITE_INLINE Vec<float> exp_below_zero(Vec<float> x, Vec<float> low) {
   constexpr float kLowest = kLowestPower<T> * 0x1.62e43p-1f;
 #if defined(__AVX512F__)
-  constexpr float kRound = 0x1.8p19f;  // adding it rounds to a multiple of 1 / 16, which is left in the low bits
-  const Vec<float> shifted = fma(x, splat(0x1.715476p0f), splat(kRound));
-  const Vec<float> n = shifted - kRound;
+  const Vec<float> shifted = fma(x, splat(0x1.715476p0f), splat(kRoundToSixteenths));
+  const Vec<float> n = shifted - kRoundToSixteenths;
   const Vec<float> r = fma(n, splat(-0x1.62e43p-1f), x) + low;  // ln 2 is off by 2e-9, times n of 135 at most
-  const Vec<float> root = _mm512_permutexvar_ps((__m512i)shifted, sixteenth_powers<T>());
-  const Vec<float> p = fma(fma(r, splat(0x1.555748p-3f), splat(0x1.00022p-1f)), r, splat(1.0f));  // 1.6e-9
   const __mmask16 normal = _mm512_cmp_ps_mask(x, splat(kLowest), _CMP_NLT_UQ);
-  return _mm512_maskz_scalef_ps(normal, fma(root * r, p, root), n);
+  return _mm512_maskz_scalef_ps(normal, times_exp(lifted_root_at<T>(shifted), r), n);
 #else
   constexpr float kRound = 0x1.8p23f;  // adding it rounds to an integer, which is left in the low bits
   const Vec<float> shifted = fma(x, splat(0x1.715476p0f), splat(kRound));
@@ -69,11 +63,10 @@ ALLFINITE_INLINE Vec<double> exp_below_zero(Vec<double> x, Vec<double> low) {
 template <class T>
 ALLFINITE_INLINE Vec<float> exp2_below_zero(Vec<float> x) {
 #if defined(__AVX512F__)
-  constexpr float kRound = 0x1.8p19f;
-  const Vec<float> shifted = x + kRound;
-  const Vec<float> n = shifted - kRound;
+  const Vec<float> shifted = x + kRoundToSixteenths;
+  const Vec<float> n = shifted - kRoundToSixteenths;
   const Vec<float> f = x - n;
-  const Vec<float> root = _mm512_permutexvar_ps((__m512i)shifted, sixteenth_powers<T>());
+  const Vec<float> root = lifted_root_at<T>(shifted);
   // (2^f - 1) / f: minimax of the relative error of 2^f, 4.3e-07.
   const Vec<float> p = fma(f, splat(0x1.ebfbdap-3f), splat(0x1.62e98p-1f));
   const __mmask16 normal = _mm512_cmp_ps_mask(x, splat(kLowestPower<T>), _CMP_NLT_UQ);

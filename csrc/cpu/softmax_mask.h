@@ -43,22 +43,19 @@ class MaskRows {
   void fill(int64_t offset) {
     if (mask_.is_bool) {
       const uint8_t* from = static_cast<const uint8_t*>(mask_.data) + offset;
-      if (mask_.step == 1) {  // apart, so that it becomes vectors
+      const auto with_step = [&](int64_t step) __attribute__((always_inline)) {
         for (int64_t i = 0; i < n_; ++i) {
-          buffer_[i] = from[i] ? A(0) : -kInfinity<A>;
+          buffer_[i] = from[i * step] ? A(0) : -kInfinity<A>;
         }
-        return;
-      }
-      for (int64_t i = 0; i < n_; ++i) {
-        buffer_[i] = from[i * mask_.step] ? A(0) : -kInfinity<A>;
-      }
+      };
+      mask_.step == 1 ? with_step(1) : with_step(mask_.step);  // a constant, so that it becomes vectors
       return;
     }
     visit_dtype(mask_.dtype, [&](auto tag) {
-      const auto* from = static_cast<const typename decltype(tag)::type*>(mask_.data) + offset;
+      using M = typename decltype(tag)::type;
+      const M* from = static_cast<const M*>(mask_.data) + offset;
       int64_t i = 0;
-      if constexpr (std::is_same_v<A, float> &&
-                    !std::is_same_v<std::remove_cv_t<std::remove_reference_t<decltype(*from)>>, double>) {
+      if constexpr (std::is_same_v<A, float> && !std::is_same_v<M, double>) {
         for (; mask_.step == 1 && i + kWidth<A> <= n_; i += kWidth<A>) {
           store(buffer_ + i, load<A>(from + i));
         }

@@ -25,22 +25,6 @@ enum class Product { kPlain, kPair, kWide, kAdded };
 
 constexpr float kLargestAdded = 16;
 
-// --- vector helpers ------------------------------------------------------------------------------------------------
-
-// v in the first `count` lanes, `other` in the rest.
-template <class A>
-ALLFINITE_INLINE Vec<A> first_or(Vec<A> v, int64_t count, A other) {
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<A, float>) {
-    return _mm512_mask_mov_ps(splat(other), static_cast<__mmask16>((1u << count) - 1), v);
-  }
-#endif
-  for (int64_t i = count; i < kWidth<A>; ++i) {
-    v[i] = other;
-  }
-  return v;
-}
-
 // Two vectors of numbers that are not NaN, one behind the other.
 template <class T>
 ALLFINITE_INLINE void store_two(T* p, Vec<Accumulate<T>> a, Vec<Accumulate<T>> b) {
@@ -261,7 +245,7 @@ class RowScores {
     if (bias_) {
       v = load_some<A>(bias_ + i, count) == -kInfinity<A> ? splat(hidden) : v;
     }
-    return count == kWidth<A> ? v : first_or<A>(v, count, hidden);
+    return count == kWidth<A> ? v : lanes_within(v, 0, count, hidden);
   }
 
   ALLFINITE_INLINE Vec<A> added(int64_t i, int64_t count) const {
@@ -269,7 +253,7 @@ class RowScores {
     const Vec<A> score = std::is_same_v<T, BFloat16> ? fma(x, splat(scale_.high), bias)
                                                      : fma(x, splat(scale_.lower), fma(x, splat(scale_.upper), bias));
     const Vec<A> v = bias == -kInfinity<A> ? bias : score;
-    return count == kWidth<A> ? v : first_or<A>(v, count, -kInfinity<A>);
+    return count == kWidth<A> ? v : lanes_within(v, 0, count, -kInfinity<A>);
   }
 
   template <class Value>
@@ -303,7 +287,7 @@ class RowScores {
 
   ALLFINITE_INLINE WideScores<A> wide(int64_t i, int64_t count) const {
     Vec<A> bias = bias_ ? load_some<A>(bias_ + i, count) : Vec<A>{};
-    bias = count == kWidth<A> ? bias : first_or<A>(bias, count, -kInfinity<A>);
+    bias = count == kWidth<A> ? bias : lanes_within(bias, 0, count, -kInfinity<A>);
     return WideScores<A>::of(load_some<A>(x_ + i, count), bias, scale_.wide);
   }
 

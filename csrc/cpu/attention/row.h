@@ -134,21 +134,6 @@ ALLFINITE_INLINE bool any_lane(M comparison) {
 #endif
 }
 
-// The lanes [first, last) of v, and `other` in those outside.
-template <class A>
-ALLFINITE_INLINE Vec<A> lanes_within(Vec<A> v, int64_t first, int64_t last, A other) {
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<A, float>) {
-    const uint32_t below = first <= 0 ? 0 : lane_mask(first, 16), inside = last <= 0 ? 0 : lane_mask(last, 16);
-    return _mm512_mask_mov_ps(splat(other), static_cast<__mmask16>(inside & ~below), v);
-  }
-#endif
-  for (int64_t i = 0; i < kWidth<A>; ++i) {
-    v[i] = i >= first && i < last ? v[i] : other;
-  }
-  return v;
-}
-
 // A masked weight is -0, which no weight that takes part is: 0 in a sum, and known again where a NaN must stay out.
 template <class A>
 ALLFINITE_INLINE auto is_masked(Vec<A> weight) {
